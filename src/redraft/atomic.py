@@ -1,0 +1,56 @@
+"""Write an artefact under a temporary name, then rename: a stage that dies leaves nothing half-written."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_bytes(path: Path | str, data: bytes) -> None:
+    """Write `data` to `path`, fsynced, visible only when complete."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(data)
+    _sync(partial)
+    partial.replace(path)
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """Write UTF-8 `text` to `path` as `write_bytes` does."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path | str, value: Any) -> None:
+    """Write `value` as indented JSON with a final newline; keys keep their order, NaN is refused."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+@contextmanager
+def folder(path: Path | str) -> Iterator[Path]:
+    """Yield an empty temporary folder that becomes `path` when the block ends without an error."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        for file in partial.rglob("*"):
+            _sync(file)
+        if path.exists():
+            shutil.rmtree(path)
+        partial.replace(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

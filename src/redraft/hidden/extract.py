@@ -1,0 +1,214 @@
+"""Run the target over a corpus once and keep what a drafter is trained on."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from redraft import atomic
+from redraft.errors import RedraftError
+from redraft.hidden.corpus import Corpus
+from redraft.hidden.store import MANIFEST, ShardWriter, check_present, fingerprint, store_root, write_shard
+from redraft.params import ExtractParams, Profile
+from redraft.progress import counter
+from redraft.target.model import Target, load_target, read_ends
+from redraft.target.sources import RECORD, weights_folder
+
+FORMAT = 1
+Corpora = dict[str, Corpus]
+
+
+def target_hash(folder: Path) -> str:
+    """Identity of a target without reading its terabyte: source, configuration, file sizes and final norm."""
+    record = json.loads((folder / RECORD).read_text())
+    record.pop("weights")
+    sizes = sorted((file.name, file.stat().st_size) for file in weights_folder(folder).glob("*.safetensors"))
+    norm = read_ends(folder).norm.float().numpy().tobytes()
+    identity = [record, (folder / "config.json").read_text(), sizes, hashlib.sha256(norm).hexdigest()]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def extract_folder(folder: Path, corpora: Corpora, profile: Profile) -> Path:
+    """Extract from the target in `folder`, in bf16; the path of the manifest in the store. See `extract`."""
+    params = profile.target
+    target = load_target(folder, aux_layers=params.aux_layers, trust_remote_code=params.trust_remote_code)
+    return extract(target, target_hash(folder), corpora, profile.extract)
+
+
+def extract(target: Target, identity: str, corpora: Corpora, params: ExtractParams) -> Path:
+    """Write the hidden states of `corpora` to the store, unless they are there; the path of the manifest.
+
+    Args:
+        target: the loaded target.
+        identity: `target_hash` of its folder.
+        corpora: by split; a split `heldout` also gives the diagnostic shard.
+        params: batch size, shard size and checks.
+
+    Raises:
+        RedraftError: a sample extracted again alone differs by more than `params.tolerance`.
+    """
+    facts = {
+        "format": FORMAT,
+        "target": identity,
+        "aux_layers": list(target.aux_layers),
+        "dtype": str(target.head.dtype).removeprefix("torch."),
+        "hidden_size": target.head.shape[1],
+        "vocab_size": target.head.shape[0],
+        "shard_mib": params.shard_mib,
+        "diagnostic_positions": params.diagnostic_positions,
+        "corpora": {split: corpus.identity for split, corpus in corpora.items()},
+    }
+    name = fingerprint(facts)
+    stored = store_root() / name / MANIFEST
+    if stored.is_file():
+        manifest = json.loads(stored.read_text())
+        if _complete(stored.parent, manifest):
+            return stored
+        shutil.rmtree(stored.parent)
+    manifest = {"fingerprint": name, **facts, "splits": {}}
+    with atomic.folder(stored.parent) as partial:
+        for split, corpus in corpora.items():
+            writer = ShardWriter(partial, split, params.shard_mib * 2**20)
+            for index, document in _run(target, corpus, params.batch_tokens, f"extract {split}"):
+                writer.add(corpus.samples[index], document)
+            writer.flush()
+            manifest["splits"][split] = writer.shards
+        if "heldout" in corpora:
+            tensors = _diagnostic(target, corpora["heldout"], params.diagnostic_positions)
+            manifest["diagnostic"] = write_shard(partial / "diagnostic.safetensors", tensors)
+        manifest["recheck_difference"] = _recheck(target, corpora, manifest, partial, params)
+        atomic.write_json(partial / MANIFEST, manifest)
+    return stored
+
+
+def summary(manifest: Path) -> dict[str, Any]:
+    """Documents, tokens and bytes by split, bytes per token, and the largest difference of the rechecked samples."""
+    record = json.loads(manifest.read_text())
+    rows: dict[str, Any] = {
+        split: {
+            "documents": sum(len(shard["samples"]) for shard in shards),
+            "tokens": sum(shard["tokens"] for shard in shards),
+            "bytes": sum(shard["bytes"] for shard in shards),
+            "shards": len(shards),
+        }
+        for split, shards in record["splits"].items()
+    }
+    total = {name: sum(row[name] for row in rows.values()) for name in ("tokens", "bytes")}
+    return {
+        **rows,
+        "bytes_per_token": round(total["bytes"] / total["tokens"]),
+        "diagnostic_positions": record["diagnostic"]["tokens"],
+        "recheck_difference": round(record["recheck_difference"], 6),
+    }
+
+
+def _complete(folder: Path, manifest: dict[str, Any]) -> bool:
+    entries = [entry for shards in manifest["splits"].values() for entry in shards]
+    try:
+        for entry in [*entries, *([manifest["diagnostic"]] if "diagnostic" in manifest else [])]:
+            check_present(folder / entry["file"], entry["bytes"])
+    except RedraftError:
+        return False
+    return True
+
+
+def _run(target: Target, corpus: Corpus, batch_tokens: int, title: str) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yield (document, its tensors), documents by rising length, in padded batches of at most `batch_tokens`."""
+    lengths = corpus.offsets.diff().tolist()
+    order = sorted(range(len(corpus)), key=lambda index: (lengths[index], index))
+    with counter(sum(lengths), title, "token") as bar:
+        while order:
+            size = 1
+            while size < len(order) and lengths[order[size]] * (size + 1) <= batch_tokens:
+                size += 1
+            batch, order = order[:size], order[size:]
+            yield from zip(batch, forward(target, [corpus.document(index) for index in batch]), strict=True)
+            bar.update(sum(lengths[index] for index in batch))
+
+
+@torch.inference_mode()
+def forward(target: Target, documents: list[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor]]:
+    """One forward over (ids, mask) documents, padded on the right; per document the tensors of a shard."""
+    device = target.head.device
+    length = max(len(ids) for ids, _ in documents)
+    padded = torch.zeros(len(documents), length, dtype=torch.int64, device=device)
+    attention = torch.zeros_like(padded)
+    for row, (ids, _) in enumerate(documents):
+        padded[row, : len(ids)] = ids.to(device)
+        attention[row, : len(ids)] = 1
+    with target.capture(target.aux_layers) as captured:
+        final = target.decoder(input_ids=padded, attention_mask=attention, use_cache=False).last_hidden_state
+    aux = target.aux(captured).to(torch.bfloat16)
+    results = []
+    for row, (ids, mask) in enumerate(documents):
+        states = final[row, : len(ids)]
+        greedy = torch.cat([(part @ target.head.T).argmax(-1) for part in states.split(256)])
+        results.append(
+            {
+                "input_ids": ids.int(),
+                "loss_mask": mask,
+                "aux": aux[row, : len(ids)].cpu().clone(),
+                "final": states.to(torch.bfloat16).cpu().clone(),
+                "greedy": greedy.int().cpu(),
+            }
+        )
+    return results
+
+
+@torch.inference_mode()
+def _diagnostic(target: Target, corpus: Corpus, positions: int) -> dict[str, Tensor]:
+    """Held-out positions with the layers around each aux layer (`layer_<i>`, inputs) and the un-normed final state."""
+    depth = len(target.decoder.layers)
+    wanted = {layer + shift for layer in target.aux_layers for shift in (-1, 0, 1)}
+    layers = sorted(layer for layer in wanted if 0 <= layer < depth)
+    kept: dict[str, list[Tensor]] = {}
+    lengths = [0]
+    for index in range(len(corpus)):
+        ids, mask = corpus.document(index)
+        with target.capture(layers) as captured:
+            row = ids[None].long().to(target.head.device)
+            final = target.decoder(input_ids=row, use_cache=False).last_hidden_state[0]
+        assert captured.unnormed is not None
+        states = {f"layer_{layer}": captured.inputs[layer][0] for layer in layers}
+        states |= {"unnormed": captured.unnormed[0], "final": final}
+        tensors = {name: state.to(torch.bfloat16).cpu() for name, state in states.items()}
+        for name, tensor in {"input_ids": ids, "loss_mask": mask, **tensors}.items():
+            kept.setdefault(name, []).append(tensor)
+        lengths.append(len(ids))
+        if sum(lengths) >= positions:
+            break
+    joined = {name: torch.cat(parts) for name, parts in kept.items()}
+    return {**joined, "offsets": torch.tensor(lengths).cumsum(0)}
+
+
+def _recheck(target: Target, corpora: Corpora, manifest: dict[str, Any], folder: Path, params: ExtractParams) -> float:
+    """Extract some samples again, alone; the largest relative difference to what was written.
+
+    Catches states of another sample (vllm-project/speculators#279) and padding that leaks into attention.
+    """
+    worst = 0.0
+    for split, corpus in corpora.items():
+        entry = manifest["splits"][split][-1]
+        with safe_open(folder / entry["file"], "pt") as file:
+            aux, offsets = file.get_tensor("aux"), file.get_tensor("offsets").tolist()
+        spread = max(1, len(entry["samples"]) // max(1, params.recheck))
+        for place, sample in list(enumerate(entry["samples"]))[::spread][: params.recheck]:
+            alone = forward(target, [corpus.document(corpus.samples.index(sample))])[0]["aux"].float()
+            written = aux[offsets[place] : offsets[place + 1]].float()
+            difference = float((alone - written).norm() / written.norm())
+            worst = max(worst, difference)
+            if difference > params.tolerance:
+                raise RedraftError(
+                    "A sample extracted alone differs from the same sample in a batch.",
+                    where=f"{split}: {sample}",
+                    expected=f"relative difference at most {params.tolerance}",
+                    found=f"{difference:.3g}",
+                    cause="states of another sample, or padding that leaks into attention",
+                )
+    return worst

@@ -1,0 +1,204 @@
+"""The report: one Markdown page over the committed metrics, with plots beside it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from redraft.params import Params
+from redraft.report.plots import bars, lines, save_svg
+from redraft.report.tables import markdown
+
+STAGES = ("corpus", "donor", "vocab", "audit", "extract", "remap", "train", "probe", "bench")
+PLOTTED = ("donor", "train", "drift")
+Metrics = dict[str, Any]
+
+
+def draw(folder: Path, metrics: Metrics, curves: dict[str, list[dict[str, float]]]) -> None:
+    """Write the plots of the page to `folder`."""
+    remap, bench = metrics["remap"], metrics["bench"]
+    first = {option: row["loss"] for option, row in remap["first_step"].items()}
+    trained = {name: curves[name] for name in ("donor", "train") if curves[name]}
+    step = ("step", "optimizer step")
+    plots = {
+        "first_step": bars("Loss of the first step", "nats per position", first, ("ln N", remap["ln_n"])),
+        "loss": lines("Training loss, first draft step", step, ("loss", "nats per position"), trained),
+        "accuracy": lines("Training accuracy, first draft step", step, ("accuracy", "share of positions"), trained),
+        "drift": lines(
+            "How far a shared id moved",
+            ("slot", "slot in the donor"),
+            ("moved", "slots"),
+            {"shared ids": curves["drift"]},
+        ),
+        "acceptance": bars("Drafts accepted, by position", "share of verify steps", _accepted(metrics["probe"])),
+        "throughput": bars(
+            "Output tokens per second",
+            "tokens/s",
+            {"plain": bench["baseline"]["tokens_per_second"]}
+            | {f"{steps} drafted": row["tokens_per_second"] for steps, row in bench["spec_steps"].items()},
+            ("plain", bench["baseline"]["tokens_per_second"]),
+        ),
+    }
+    for name, spec in plots.items():
+        save_svg(folder / f"{name}.svg", spec)
+
+
+def _accepted(probe: Metrics) -> dict[str, float]:
+    return {name.removeprefix("accepted_at_"): probe[name] for name in probe if name.startswith("accepted_at_")}
+
+
+def page(params: Params, metrics: Metrics) -> str:
+    """The text of `report.md`."""
+    sections = [
+        _verdict(params, metrics),
+        _audit(metrics["audit"], metrics["vocab"]),
+        _first_step(params, metrics["remap"]),
+        _training(params, metrics["train"], metrics["donor"]),
+        _probe(params, metrics["probe"]),
+        _bench(metrics["bench"]),
+        _data(metrics),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _figure(name: str, text: str) -> str:
+    return f"![{text}](report/{name}.svg)"
+
+
+def _verdict(params: Params, metrics: Metrics) -> str:
+    bench, probe, train = metrics["bench"], metrics["probe"], metrics["train"]
+    engine = bench["engine"]
+    where = f"{engine['engine']} {engine['torch']}, {engine['device']}, {engine['threads']} threads, {engine['dtype']}"
+    lossless = "equals the target's own, token for token" if probe["lossless"] else "DIFFERS from the target's own"
+    return (
+        f"**{bench['verdict']}** ({bench['best_spec_steps']} drafted tokens a step, "
+        f"concurrency {bench['concurrency']})\n\n"
+        f"Profile `{params.profile}`, init `{params.init}`, lr {params.lr:g}, {params.epochs:g} epochs, "
+        f"seed {params.seed}. Measured on: {where}.\n\n"
+        f"- Greedy output with speculation {lossless} ({probe['fp32']['compared_tokens']} tokens in float32).\n"
+        f"- Served accept length {probe['accept_length']:.2f} of at most {params.spec_steps + 1} "
+        f"(bonus token included).\n"
+        f"- Held-out accuracy of the first draft {train['start']['accuracy_0']:.1%} before training, "
+        f"{train['heldout']['accuracy_0']:.1%} after; ceiling {train['heldout']['ceiling_0']:.1%}."
+    )
+
+
+def _audit(audit: Metrics, vocab: Metrics) -> str:
+    rows = [
+        ("slots", f"{audit['donor_slots']:,}", f"{audit['new_slots']:,}"),
+        ("order", audit["donor_order"], audit["new_order"]),
+        ("ids only here", f"{audit['donor_only']:,}", f"{audit['new_only']:,}"),
+        ("coverage of training tokens", f"{audit['coverage_donor']:.1%}", f"{audit['coverage_new']:.1%}"),
+        (
+            "coverage of held-out tokens",
+            f"{audit['coverage_donor_heldout']:.1%}",
+            f"{audit['coverage_new_heldout']:.1%}",
+        ),
+    ]
+    return (
+        f"## Audit of the mapping\n\n{audit['verdict']}\n\n"
+        f"{markdown(('', 'donor', 'new'), rows)}\n\n"
+        f"In both: {audit['shared']:,} ids, {audit['same_slot']:,} of them in the same slot, {audit['moved']:,} moved "
+        f"(by {audit['drift_mean']:.1f} slots on average, {audit['drift_max']:,} at most). "
+        f"Forced in: {vocab['forced']}; topped up with unseen ids: {vocab['padded']}.\n\n"
+        f"{_figure('drift', 'Slots by which a shared id moved, against its slot in the donor')}"
+    )
+
+
+def _first_step(params: Params, remap: Metrics) -> str:
+    rows = [
+        (f"`{option}`", f"{row['loss']:.3f}", f"{row['accuracy']:.1%}", f"{row['joint']:.1%}", f"{row['ceiling']:.1%}")
+        for option, row in remap["first_step"].items()
+    ]
+    sources = ", ".join(f"{number:,} {name}" for name, number in remap["rows"].items() if number)
+    positions = next(iter(remap["first_step"].values()))["positions"]
+    return (
+        f"## The first step of every option\n\n"
+        f"Before any training, on {positions:,} held-out positions. Knowing nothing is ln N = {remap['ln_n']:.3f}.\n\n"
+        f"{markdown(('option', 'loss', 'accuracy', f'all {params.ttt_steps} drafts right', 'ceiling'), rows)}\n\n"
+        f"Training started from `{remap['init']}`; its head rows: {sources}.\n\n"
+        f"{_figure('first_step', 'Loss of the first step of every option, with ln N')}"
+    )
+
+
+def _training(params: Params, train: Metrics, donor: Metrics) -> str:
+    def row(name: str, measures: Metrics, step: int) -> Sequence[str]:
+        shares = (f"{measures[f'{key}_{step}']:.1%}" for key in ("accuracy", "joint", "ceiling"))
+        return (name, f"{measures[f'loss_{step}']:.3f}", *shares)
+
+    rows = [row(f"draft {step + 1}, before", train["start"], step) for step in range(params.ttt_steps)]
+    rows += [row(f"draft {step + 1}, after", train["heldout"], step) for step in range(params.ttt_steps)]
+    begun = f" The donor was trained here for {donor['steps']} steps." if donor["source"] == "train" else ""
+    return (
+        f"## Training\n\n{train['steps']:,} optimizer steps, {train['tokens']:,} tokens.{begun} Held out:\n\n"
+        f"{markdown(('', 'loss', 'accuracy', 'right so far', 'ceiling'), rows)}\n\n"
+        f"{_figure('loss', 'Training loss')} {_figure('accuracy', 'Training accuracy')}"
+    )
+
+
+def _probe(params: Params, probe: Metrics) -> str:
+    text = (
+        f"## Probe\n\n{probe['fp32']['prompts']} held-out prompts, {params.spec_steps} drafted tokens a step, float32: "
+        f"accept length {probe['accept_length']:.3f}, accept rate {probe['accept_rate']:.1%} over "
+        f"{probe['verify_steps']:,} verify steps; "
+        f"{probe['fp32']['equal']} outputs equal, {probe['fp32']['ties']} part at a near-tie."
+    )
+    if "bf16" in probe:
+        rounded = probe["bf16"]
+        text += f"\n\nIn bf16 {rounded['equal']} of {rounded['prompts']} outputs are equal, "
+        text += f"accept length {rounded['accept_length']:.3f}."
+        if rounded["different"]:
+            text += (
+                f" Where two part, their tokens' logits are at most {rounded['largest_gap']:.3f} apart; the same "
+                f"position computed in a forward of another size changes a logit by up to "
+                f"{rounded['largest_shape_noise']:.3f}."
+            )
+    return f"{text}\n\n{_figure('acceptance', 'Share of verify steps that accepted the draft at each position')}"
+
+
+def _bench(bench: Metrics) -> str:
+    plain = bench["baseline"]
+    rows = [
+        (
+            "plain",
+            f"{plain['tokens_per_second']:.1f}",
+            "1",
+            "",
+            f"{plain['token_ms']:.1f}",
+            "",
+            f"{plain['first_token_ms']:.0f}",
+        )
+    ]
+    rows += [
+        (
+            f"{steps} drafted",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['ratio']:.2f}",
+            f"{row['accept_length']:.2f}",
+            f"{row['cycle_ms']:.1f}",
+            f"{row['break_even']:.2f}",
+            f"{row['first_token_ms']:.0f}",
+        )
+        for steps, row in bench["spec_steps"].items()
+    ]
+    header = ("", "tokens/s", "ratio", "accept length", "ms a cycle", "break-even", "first token, ms")
+    return (
+        f"## Bench\n\nConcurrency {bench['concurrency']}, the same prompts in turn. A cycle is one draft and verify "
+        f"round; break-even is the accept length at which it costs what "
+        f"plain decoding costs.\n\n"
+        f"{markdown(header, rows)}\n\n{_figure('throughput', 'Output tokens per second')}"
+    )
+
+
+def _data(metrics: Metrics) -> str:
+    rows = [
+        (split, f"{row['samples']:,}", f"{row['tokens']:,}", f"{row['supervised']:,}", f"{row['dropped']:,}")
+        for split, row in metrics["corpus"].items()
+        if row["samples"]
+    ]
+    hidden = metrics["extract"]
+    return (
+        f"## Data\n\n{markdown(('corpus', 'samples', 'tokens', 'supervised', 'dropped'), rows)}\n\n"
+        f"Hidden states: {hidden['bytes_per_token']:,} bytes a token; a sample extracted again alone differs by "
+        f"{hidden['recheck_difference']:.2%} at most. "
+        f"Not measured here: concurrency above 1 and a served engine."
+    )

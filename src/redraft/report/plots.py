@@ -1,0 +1,62 @@
+"""Plots as SVG, drawn by Vega-Lite without a browser."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from redraft import atomic
+
+_THEME = {
+    "background": "white",
+    "font": "Helvetica, Arial, sans-serif",
+    "axis": {"labelFontSize": 12, "titleFontSize": 13, "titleFontWeight": "normal", "gridColor": "#e6e6e6"},
+    "legend": {"labelFontSize": 12, "titleFontSize": 12, "orient": "top"},
+    "title": {"fontSize": 15, "fontWeight": "normal", "anchor": "start"},
+    "view": {"stroke": None},
+    "range": {"category": ["#1f6feb", "#d1651a", "#2da44e", "#8250df", "#cf222e"]},
+}
+_SIZE = {"width": 460, "height": 240}
+
+
+def save_svg(path: Path, spec: dict[str, Any]) -> None:
+    """Draw a Vega-Lite specification to `path`."""
+    import vl_convert
+
+    full = {"config": _THEME, **_SIZE, **spec}
+    atomic.write_text(path, vl_convert.vegalite_to_svg(full, vl_version="5.20"))
+
+
+def _axis(field: str, title: str, **more: Any) -> dict[str, Any]:
+    return {"field": field, "type": "quantitative", "title": title, **more}
+
+
+def lines(
+    title: str, x: tuple[str, str], y: tuple[str, str], series: Mapping[str, Sequence[dict[str, float]]]
+) -> dict[str, Any]:
+    """Lines of `series` by name; `x` and `y` are (field, axis title)."""
+    rows = [{**row, "series": name} for name, curve in series.items() for row in curve]
+    color = {"field": "series", "type": "nominal", "title": None, "sort": list(series)}
+    encoding = {"x": _axis(*x), "y": _axis(*y, scale={"zero": False}), "color": color}
+    return {"title": title, "data": {"values": rows}, "mark": {"type": "line", "strokeWidth": 2}, "encoding": encoding}
+
+
+def bars(title: str, y_title: str, values: dict[str, float], rule: tuple[str, float] | None = None) -> dict[str, Any]:
+    """One bar a name, labelled with its value; `rule` draws a dashed line with a label."""
+    rows = [{"name": name, "value": value} for name, value in values.items()]
+    x = {"field": "name", "type": "nominal", "title": None, "sort": list(values), "axis": {"labelAngle": 0}}
+    encoding = {"x": x, "y": _axis("value", y_title)}
+    text = {"field": "value", "type": "quantitative", "format": ".2f"}
+    layers: list[dict[str, Any]] = [
+        {"mark": {"type": "bar", "width": {"band": 0.6}}, "encoding": encoding},
+        {"mark": {"type": "text", "dy": -7, "fontSize": 12}, "encoding": {**encoding, "text": text}},
+    ]
+    if rule:
+        line = {"data": {"values": [{"value": rule[1]}]}, "encoding": {"y": _axis("value", y_title)}}
+        layers += [
+            {**line, "mark": {"type": "rule", "strokeDash": [5, 4], "color": "#cf222e"}},
+            {
+                **line,
+                "mark": {"type": "text", "text": rule[0], "x": "width", "align": "right", "dy": -6, "color": "#cf222e"},
+            },
+        ]
+    return {"title": title, "data": {"values": rows}, "layer": layers}

@@ -1,0 +1,112 @@
+"""Probe: is the drafter served as it was trained, and does speculation leave the output as it was?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from redraft.errors import RedraftError
+from redraft.progress import progress
+from redraft.serve.engine import Engine, Generation
+
+NEAR_TIE = 1e-3
+"""Logits nearer than this are a tie in float32: rounding may pick either token."""
+
+
+@dataclass
+class Comparison:
+    """Outputs with and without speculation on the same prompts."""
+
+    prompts: int = 0
+    equal: int = 0
+    ties: int = 0
+    """Outputs that part at a near-tie; what follows is not compared."""
+    compared_tokens: int = 0
+    different: list[dict[str, Any]] = field(default_factory=list)
+    """Every other difference: prompt, position, both tokens, gap, shape noise."""
+    answers: list[tuple[list[int], Generation, Generation]] = field(default_factory=list)
+    """Prompt, plain answer, speculative answer."""
+
+    def metrics(self) -> dict[str, Any]:
+        """The counts, and the largest gap beside the largest shape noise where outputs part."""
+        rows = {
+            "prompts": self.prompts,
+            "equal": self.equal,
+            "ties": self.ties,
+            "different": len(self.different),
+            "compared_tokens": self.compared_tokens,
+        }
+        if self.different:
+            rows |= {
+                f"largest_{name}": round(max(row[name] for row in self.different), 4) for name in ("gap", "shape_noise")
+            }
+        return rows
+
+
+def compare(
+    plain: Engine, speculative: Engine, prompts: Sequence[list[int]], max_new_tokens: int, title: str
+) -> Comparison:
+    """Answer `prompts` with both engines, and explain the first token at which two answers part."""
+    result = Comparison()
+    for number, prompt in enumerate(progress(prompts, title, "prompt")):
+        one = plain.generate(prompt, max_new_tokens)
+        two = speculative.generate(prompt, max_new_tokens)
+        result.answers.append((prompt, one, two))
+        result.prompts += 1
+        pairs = zip(one.ids, two.ids, strict=False)
+        part = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one.ids), len(two.ids)))
+        result.compared_tokens += part
+        if one.ids == two.ids:
+            result.equal += 1
+            continue
+        first, second = (answer.ids[part] if part < len(answer.ids) else -1 for answer in (one, two))
+        margin = plain.margin([*prompt, *one.ids[:part]], first, second, speculative.spec_steps + 1)
+        if abs(margin.gap) <= NEAR_TIE:
+            result.ties += 1
+        else:
+            result.different.append(
+                {"prompt": number, "position": part, "tokens": [first, second]}
+                | {"gap": round(abs(margin.gap), 5), "shape_noise": round(margin.shape_noise, 5)}
+            )
+    return result
+
+
+def require_lossless(comparison: Comparison) -> None:
+    """Refuse any difference that is not a near-tie.
+
+    Raises:
+        RedraftError: naming the first one.
+    """
+    if comparison.different:
+        row = comparison.different[0]
+        raise RedraftError(
+            "Speculation changed the target's greedy output.",
+            where=f"prompt {row['prompt']}, answer token {row['position']}",
+            expected=f"token {row['tokens'][0]}",
+            found=f"token {row['tokens'][1]}, logits {row['gap']} apart; shape noise of the model {row['shape_noise']}",
+            cause="a fault in the verify step or in a cache: the drafter alone can never change the output",
+        )
+
+
+def require_acceptance(accept_length: float, least: float) -> None:
+    """Refuse a drafter that accepts nothing: outputs stay right, so nothing else would tell.
+
+    Raises:
+        RedraftError: with the list of usual causes.
+    """
+    if accept_length < least:
+        raise RedraftError(
+            "The served drafter accepts next to nothing.",
+            where="probe.min_accept_length in the profile",
+            expected=f"accept length of at least {least}",
+            found=accept_length,
+            cause="in this order: mapping, missing weights, aux layers off by one, chat template, context",
+        )
+
+
+def samples_text(tokenizer: Any, answers: Sequence[tuple[list[int], Generation, Generation]]) -> str:
+    """Prompt and speculative answer of every sample, with what each verify step accepted."""
+    blocks = []
+    for prompt, _, answer in answers:
+        accepted = " ".join(map(str, answer.accepted))
+        blocks.append(f"{tokenizer.decode(prompt)}{tokenizer.decode(answer.ids)}\n[accepted a step: {accepted}]\n")
+    return "\n".join(blocks)

@@ -1,0 +1,49 @@
+"""What every stage script shares: read params, run, write metrics and timing, track, and end on one clear error."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from redraft import atomic, track
+from redraft.errors import RedraftError
+from redraft.params import Config, load_config
+
+Row = dict[str, float]
+
+
+@dataclass
+class Result:
+    """What a stage reports besides its artefacts."""
+
+    metrics: dict[str, Any] | None = None
+    """Written to `metrics/<stage>.json`: nothing in it is a time."""
+    timing: dict[str, float] = field(default_factory=dict)
+    """Written to `metrics/<stage>_timing.json`, with the stage's own `seconds`."""
+    curves: dict[str, list[Row]] = field(default_factory=dict)
+    """By name; each row has `step` and values."""
+    headline: dict[str, float] = field(default_factory=dict)
+    """The few figures by which runs are compared."""
+
+
+def run(name: str, body: Callable[[Config], Result]) -> None:
+    """Run the stage `name`; a RedraftError ends it with exit code 1, its message and no traceback."""
+    began = time.perf_counter()
+    try:
+        config = load_config()
+        with track.stage_run(name, config) as tracked:
+            result = body(config)
+            seconds = {"seconds": round(time.perf_counter() - began, 1), **result.timing}
+            if result.metrics is not None:
+                atomic.write_json(Path("metrics") / f"{name}.json", result.metrics)
+            atomic.write_json(Path("metrics") / f"{name}_timing.json", seconds)
+            tracked.publish(result.metrics or {}, seconds, result.curves, result.headline)
+    except RedraftError as error:
+        if os.environ.get("REDRAFT_DEBUG") == "1":
+            raise
+        sys.exit(f"{name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,1 @@
+"""The draft vocabulary: mapping, building by frequency, audit."""

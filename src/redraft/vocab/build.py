@@ -1,0 +1,122 @@
+"""Build a draft vocabulary from token frequencies.
+
+Only supervised tokens count. Special and byte tokens are forced in, then ids by count (higher first, ties by lower
+id), then the lowest unused ids that the tokenizer can decode. Slots ascend by target id, so the artefact does not
+depend on the order of samples.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save
+
+from redraft import atomic
+from redraft.errors import RedraftError
+from redraft.vocab.mapping import Ids, Mapping
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A built mapping and how it came about."""
+
+    mapping: Mapping
+    forced: int
+    """Ids that are in because they are special or bytes."""
+    padded: int
+    """Ids that are in although they were never seen, forced ones aside."""
+
+
+def count_tokens(ids: NDArray[np.integer], mask: NDArray[np.integer], vocab_size: int) -> Ids:
+    """Occurrences of each id at supervised positions, int64 [V].
+
+    Args:
+        ids: [T] token ids.
+        mask: [T], nonzero where a token is supervised.
+        vocab_size: V.
+
+    Raises:
+        RedraftError: an id outside the target vocabulary.
+    """
+    supervised = ids[mask.astype(bool)]
+    if supervised.size and not 0 <= supervised.min() <= supervised.max() < vocab_size:
+        raise RedraftError(
+            "The corpus holds ids that the target does not have.",
+            where="corpus",
+            expected=f"0 to {vocab_size - 1}",
+            found=f"{supervised.min()} to {supervised.max()}",
+            cause="the corpus was tokenised with another tokenizer",
+        )
+    return np.bincount(supervised, minlength=vocab_size).astype(np.int64)
+
+
+def build(counts: Ids, size: int, *, forced: Iterable[int] = (), decodable: Iterable[int]) -> Vocabulary:
+    """Choose `size` ids.
+
+    Args:
+        counts: int64 [V], occurrences of each id.
+        size: N, from 1 to V.
+        forced: ids that must be in.
+        decodable: ids that the tokenizer knows; only these are used as padding.
+
+    Raises:
+        RedraftError: `size` out of range, more forced ids than slots, or too few ids to choose from.
+    """
+    vocab_size = len(counts)
+    must = np.unique(np.fromiter(forced, np.int64))
+    if not 0 < size <= vocab_size or len(must) > size:
+        raise RedraftError(
+            "The draft vocabulary cannot have this size.",
+            where="vocab.size in the profile",
+            expected=f"{max(1, len(must))} ({len(must)} forced ids) to {vocab_size}",
+            found=size,
+        )
+    known = np.zeros(vocab_size, bool)
+    known[np.fromiter(decodable, np.int64)] = True
+    usable = known | (counts > 0)
+    usable[must] = False
+    candidates = np.flatnonzero(usable)
+    ranked = candidates[np.lexsort((candidates, -counts[candidates]))][: size - len(must)]
+    chosen = np.sort(np.concatenate([must, ranked]))
+    if len(chosen) < size:
+        raise RedraftError(
+            "The tokenizer has fewer ids than the draft vocabulary has slots.",
+            where="vocab.size in the profile",
+            expected=f"at most {len(chosen)}",
+            found=size,
+        )
+    return Vocabulary(Mapping(chosen, vocab_size), len(must), int((counts[ranked] == 0).sum()))
+
+
+def coverage(mapping: Mapping, counts: Ids) -> float:
+    """Share of counted tokens whose id is in the draft vocabulary; 0 for no tokens."""
+    total = int(counts.sum())
+    return float(counts[mapping.ids].sum() / total) if total else 0.0
+
+
+def write_vocab(folder: Path, vocabulary: Vocabulary, counts: dict[str, Ids], provenance: dict[str, object]) -> None:
+    """Write `mapping.safetensors` (d2t, t2d), `vocab.json` (provenance, hash) and `counts_<split>.npy` (int64 [V])."""
+    mapping = vocabulary.mapping
+    with atomic.folder(folder) as partial:
+        (partial / "mapping.safetensors").write_bytes(save({"d2t": mapping.d2t, "t2d": mapping.t2d}))
+        for split, values in counts.items():
+            np.save(partial / f"counts_{split}.npy", values)
+        record = {**provenance, "slots": len(mapping), "vocab_size": mapping.vocab_size, "mapping": mapping.hash}
+        atomic.write_json(partial / "vocab.json", record)
+
+
+def read_vocab(folder: Path) -> Mapping:
+    """Read the mapping of a vocabulary artefact.
+
+    Raises:
+        RedraftError: the mapping is not the one that `vocab.json` names.
+    """
+    record = json.loads((folder / "vocab.json").read_text())
+    tensors = load_file(folder / "mapping.safetensors")
+    mapping = Mapping.from_offsets(tensors["d2t"], tensors["t2d"], record["vocab_size"], str(folder))
+    if mapping.hash != record["mapping"]:
+        raise RedraftError("The vocabulary was changed.", where=folder, expected=record["mapping"], found=mapping.hash)
+    return mapping

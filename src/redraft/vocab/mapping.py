@@ -1,0 +1,143 @@
+"""The mapping: which target id each slot of a draft vocabulary stands for. The only place where ids become slots.
+
+On disk a mapping is `d2t` (int64 [N], offsets: target id of slot i is i + d2t[i]) and `t2d` (bool [V], true where an
+id is in the draft vocabulary; a mask, not an inverse). This is the convention of SGLang and SpecForge.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from redraft.errors import RedraftError
+
+Ids = NDArray[np.int64]
+
+
+def _refuse(what: str, where: str, bad: NDArray[np.bool_], ids: Ids, expected: object, cause: str) -> None:
+    if bad.any():
+        slots = np.flatnonzero(bad)
+        first = ", ".join(f"slot {slot}: {ids[slot]}" for slot in slots[:5])
+        raise RedraftError(what, where=where, expected=expected, found=f"{len(slots)} slot(s): {first}", cause=cause)
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """A draft vocabulary of N slots over a target vocabulary of V ids.
+
+    Args:
+        ids: int64 [N], the target id of every slot; distinct, in [0, V).
+        vocab_size: V, the rows of the target's embedding (never the length of its tokenizer).
+
+    Raises:
+        RedraftError: an id out of range or in two slots.
+    """
+
+    ids: Ids
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        ids = self.ids
+        if ids.ndim != 1 or not 0 < len(ids) <= self.vocab_size:
+            raise RedraftError(
+                "A mapping has an impossible size.",
+                where="mapping",
+                expected=f"one dimension, 1 to {self.vocab_size} slots",
+                found=f"shape {list(ids.shape)}",
+            )
+        outside = (ids < 0) | (ids >= self.vocab_size)
+        cause = "offsets read as ids or ids read as offsets, or the mapping of another target"
+        _refuse("Target ids are out of range.", "mapping", outside, ids, f"0 to {self.vocab_size - 1}", cause)
+        _, first, counts = np.unique(ids, return_index=True, return_counts=True)
+        if (counts > 1).any():
+            repeated = np.ones(len(ids), bool)
+            repeated[first] = False
+            _refuse("Target ids stand in two slots.", "mapping", repeated, ids, "distinct ids", cause)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def d2t(self) -> Ids:
+        """Offsets, int64 [N]."""
+        return self.ids - np.arange(len(self.ids))
+
+    @property
+    def t2d(self) -> NDArray[np.bool_]:
+        """Mask over the target vocabulary, bool [V]."""
+        mask = np.zeros(self.vocab_size, bool)
+        mask[self.ids] = True
+        return mask
+
+    @cached_property
+    def slots(self) -> Ids:
+        """Slot of every target id, int64 [V]; -1 where the id is not in the draft vocabulary."""
+        slots = np.full(self.vocab_size, -1, np.int64)
+        slots[self.ids] = np.arange(len(self.ids))
+        return slots
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every target id has a slot."""
+        return len(self.ids) == self.vocab_size
+
+    @property
+    def order(self) -> str:
+        """`ascending` (by target id) or `other` (for example by frequency)."""
+        return "ascending" if bool((np.diff(self.ids) > 0).all()) else "other"
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of V and the ids in slot order: the identity that every artefact carries."""
+        return hashlib.sha256(f"{self.vocab_size}:".encode() + self.ids.astype("<i8").tobytes()).hexdigest()
+
+    @classmethod
+    def from_offsets(cls, d2t: ArrayLike, t2d: ArrayLike | None, vocab_size: int, where: str = "mapping") -> "Mapping":
+        """Decode what a checkpoint holds.
+
+        Args:
+            d2t: int64 or int32 [N], offsets.
+            t2d: bool or 0/1 uint8 [V], or None.
+            vocab_size: V.
+            where: names the file in errors.
+
+        Raises:
+            RedraftError: wrong dtype or length, ids out of range or repeated, or a mask that does not agree.
+        """
+        offsets = np.asarray(d2t)
+        if offsets.dtype not in (np.int64, np.int32) or offsets.ndim != 1:
+            raise RedraftError(
+                "d2t cannot be read.",
+                where=where,
+                expected="int64 or int32, one dimension",
+                found=f"{offsets.dtype}, shape {list(offsets.shape)}",
+                cause="the mapping was cast together with the weights",
+            )
+        mapping = cls(offsets.astype(np.int64) + np.arange(len(offsets)), vocab_size)
+        if t2d is not None:
+            mapping._check_mask(np.asarray(t2d), where)
+        return mapping
+
+    def _check_mask(self, mask: NDArray[np.generic], where: str) -> None:
+        if (
+            mask.dtype not in (np.bool_, np.uint8)
+            or mask.shape != (self.vocab_size,)
+            or mask.astype(np.uint8).max() > 1
+        ):
+            raise RedraftError(
+                "t2d cannot be read.",
+                where=where,
+                expected=f"bool (or uint8 of 0 and 1), [{self.vocab_size}]",
+                found=f"{mask.dtype}, shape {list(mask.shape)}",
+                cause="a mapping of another target, or an inverse map in place of the mask",
+            )
+        true = int(mask.sum())
+        if true != len(self.ids):
+            raise RedraftError(
+                "d2t and t2d name different numbers of ids.", where=where, expected=f"{len(self.ids)} true", found=true
+            )
+        outside = ~mask.astype(bool)[self.ids]
+        cause = "d2t holds ids rather than offsets, or the two come from different mappings"
+        _refuse("d2t and t2d name different ids.", where, outside, self.ids, "every id true in t2d", cause)

@@ -1,0 +1,26 @@
+"""bench: is it faster? Baseline and speculation on the same prompts, interleaved."""
+
+from pathlib import Path
+
+from redraft.hidden.corpus import read_corpus
+from redraft.params import Config
+from redraft.serve.load import interleave, summarize
+from redraft.serve.open import open_engines
+from redraft.stage import Result, run
+
+
+def main(config: Config) -> Result:
+    params = config.profile.bench
+    heldout = read_corpus(Path("artifacts/corpus/heldout.safetensors"))
+    first = config.profile.probe.prompts  # other prompts than the probe's, where there are enough
+    prompts = [heldout.prompt((first + number) % len(heldout)) for number in range(params.prompts)]
+    numbers = (0, *params.spec_steps)
+    engines = open_engines(config, Path("artifacts/target"), Path("artifacts/drafter"), numbers, "bf16")
+    metrics = summarize(engines, interleave(engines, prompts, params.max_new_tokens))
+    print(metrics["verdict"])
+    headline = {"bench/ratio": metrics["ratio"], "bench/tokens_per_second": metrics["baseline"]["tokens_per_second"]}
+    return Result({**metrics, "engine": engines[0].describe()}, headline=headline)
+
+
+if __name__ == "__main__":
+    run("bench", main)

@@ -1,0 +1,29 @@
+"""corpus: chats to token ids and loss mask, by the target's own template."""
+
+from pathlib import Path
+
+from redraft import atomic
+from redraft.hidden.corpus import tokenize_file, write_corpus
+from redraft.params import Config
+from redraft.stage import Result, run
+from redraft.target.chat import load_tokenizer, show_sample
+
+OUT = Path("artifacts/corpus")
+
+
+def main(config: Config) -> Result:
+    tokenizer = load_tokenizer(Path("artifacts/target"), config.profile.target.trust_remote_code)
+    metrics = {}
+    for split in ("donor", "train", "heldout"):
+        path = Path("data") / config.params.profile / f"{split}.jsonl"
+        optional = split == "donor" and config.profile.donor.source != "train"
+        corpus, metrics[split] = tokenize_file(path, tokenizer, config.profile.corpus, optional=optional)
+        write_corpus(OUT / f"{split}.safetensors", corpus)
+        if split == "train":
+            ids, mask = corpus.document(0)
+            atomic.write_text(OUT / "sample.txt", show_sample(tokenizer, ids.tolist(), mask.tolist()))
+    return Result(metrics)
+
+
+if __name__ == "__main__":
+    run("corpus", main)

@@ -1,0 +1,39 @@
+"""donor: the drafter we start from, read from a checkpoint or trained here on the donor corpus."""
+
+from pathlib import Path
+
+from redraft.curves import write_curve
+from redraft.drafter.checkpoint import exported_layer_ids, read_checkpoint, write_checkpoint
+from redraft.hidden.corpus import read_corpus
+from redraft.params import Config
+from redraft.stage import Result, run
+from redraft.target.model import aux_layers_of, read_config
+from redraft.target.sources import checkout
+from redraft.train.donor import train_donor
+
+OUT = Path("artifacts/donor")
+TARGET = Path("artifacts/target")
+
+
+def main(config: Config) -> Result:
+    params, target = config.profile.donor, config.profile.target
+    aux_layers = aux_layers_of(read_config(TARGET, target.trust_remote_code), target.aux_layers)
+    exported_layer_ids(aux_layers)
+    if params.source != "train":
+        donor = read_checkpoint(checkout(params.source, params.revision))
+        write_checkpoint(OUT, donor, aux_layers)
+        write_curve(Path("plots/donor.csv"), [])
+        return Result({"source": params.source, "slots": len(donor.mapping), "order": donor.mapping.order})
+    donor, fitted = train_donor(TARGET, read_corpus(Path("artifacts/corpus/donor.safetensors")), config.profile)
+    write_checkpoint(OUT, donor, aux_layers)
+    write_curve(Path("plots/donor.csv"), fitted.curve)
+    return Result(
+        {"source": "train", "slots": len(donor.mapping), "steps": fitted.steps, "heldout": fitted.heldout},
+        timing={"tokens_per_second": round(fitted.tokens / fitted.seconds)},
+        curves={"train": fitted.curve},
+        headline={"donor/accuracy": fitted.heldout["accuracy_0"]},
+    )
+
+
+if __name__ == "__main__":
+    run("donor", main)

@@ -1,0 +1,20 @@
+"""extract: run the target over the corpora once and keep the hidden states that feed a drafter."""
+
+from pathlib import Path
+
+from redraft import atomic
+from redraft.hidden.corpus import read_corpus
+from redraft.hidden.extract import extract_folder, summary
+from redraft.params import Config
+from redraft.stage import Result, run
+
+
+def main(config: Config) -> Result:
+    corpora = {split: read_corpus(Path(f"artifacts/corpus/{split}.safetensors")) for split in ("train", "heldout")}
+    stored = extract_folder(Path("artifacts/target"), corpora, config.profile)
+    atomic.write_text(Path("artifacts/hidden/manifest.json"), stored.read_text())
+    return Result(summary(stored))
+
+
+if __name__ == "__main__":
+    run("extract", main)

@@ -1,0 +1,41 @@
+"""remap: carry the donor's head to the new mapping, and measure the first step of every option."""
+
+import math
+from pathlib import Path
+
+from redraft.drafter.checkpoint import read_checkpoint, write_checkpoint
+from redraft.drafter.remap import count_sources, initial
+from redraft.hidden.extract import target_hash
+from redraft.hidden.store import HiddenStates
+from redraft.params import Config
+from redraft.stage import Result, run
+from redraft.target.model import read_ends
+from redraft.train.measure import first_steps
+from redraft.vocab.build import read_vocab
+
+TARGET = Path("artifacts/target")
+WARNING = "init: naive swaps the mapping and keeps the head: most rows now stand for another token. It shows the fault."
+
+
+def main(config: Config) -> Result:
+    knobs = config.params
+    donor, mapping, ends = (
+        read_checkpoint(Path("artifacts/donor")),
+        read_vocab(Path("artifacts/vocab")),
+        read_ends(TARGET),
+    )
+    heldout = HiddenStates(Path("artifacts/hidden/manifest.json"), "heldout", target=target_hash(TARGET))
+    table = first_steps(donor, mapping, ends, heldout, config.fit())
+    chosen = initial(knobs.init, knobs.fill, donor, mapping, ends.head, knobs.seed)
+    write_checkpoint(Path("artifacts/initial"), chosen, tuple(heldout.manifest["aux_layers"]))
+    if knobs.init == "naive":
+        print(WARNING)
+    ln_n = round(math.log(len(mapping)), 6)
+    metrics = {"init": knobs.init, "ln_n": ln_n, "rows": count_sources(chosen), "first_step": table}
+    option = f"remap_{knobs.fill}" if knobs.init == "remap" else knobs.init
+    loss = {"remap/first_loss": table[option]["loss"], "remap/naive_first_loss": table["naive"]["loss"]}
+    return Result(metrics, headline={**loss, "remap/first_accuracy": table[option]["accuracy"]})
+
+
+if __name__ == "__main__":
+    run("remap", main)

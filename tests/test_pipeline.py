@@ -1,0 +1,72 @@
+"""The DVC file: code deps cover what each stage imports, and nothing that is not for git gets into it."""
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+SRC = ROOT / "src"
+STAGES = sorted(path.stem for path in (ROOT / "stages").glob("*.py"))
+# The frame decides how a stage runs, not what it makes: an edit there must not make a night's training stale.
+FRAME = {f"src/redraft/{name}.py" for name in ("__init__", "errors", "atomic", "params", "track", "stage", "progress")}
+DVC = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
+
+
+def imported(path: Path) -> set[Path]:
+    """First-party modules that `path` imports anywhere, also inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            file = SRC / (name.replace(".", "/") + ".py")
+            if name.split(".")[0] == "redraft" and file.is_file():
+                found.add(file)
+    return found
+
+
+def closure(path: Path) -> set[str]:
+    """Every first-party module that a run of `path` can execute, the frame aside."""
+    seen: set[Path] = set()
+    left = [path]
+    while left:
+        for file in imported(left.pop()) - seen:
+            seen.add(file)
+            if str(file.relative_to(ROOT)) not in FRAME:
+                left.append(file)
+    return {str(file.relative_to(ROOT)) for file in seen} - FRAME
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_code_deps_are_exactly_what_the_stage_imports(stage: str) -> None:
+    listed = {dep for dep in DVC[stage]["deps"] if dep.endswith(".py")}
+    assert listed == closure(ROOT / "stages" / f"{stage}.py") | {f"stages/{stage}.py"}
+
+
+def test_every_stage_script_is_in_the_pipeline() -> None:
+    assert set(DVC) == set(STAGES)
+
+
+def test_what_dvc_does_not_cache_is_kept_in_git() -> None:
+    uncached = [
+        path
+        for stage in DVC.values()
+        for kind in ("outs", "metrics", "plots")
+        for out in stage.get(kind, [])
+        if isinstance(out, dict)
+        for path, options in out.items()
+        if options.get("cache") is False
+    ]
+    ignored = subprocess.run(["git", "check-ignore", *uncached], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert uncached
+    assert ignored.stdout == ""
+
+
+def test_bytecode_is_no_dependency() -> None:
+    assert {"__pycache__/", "*.pyc"} <= set((ROOT / ".dvcignore").read_text().split())
