@@ -60,6 +60,14 @@ def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (states.float() * cos[:, None] + turned * sin[:, None]).to(states.dtype)
 
 
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm in the dtype of its weight: float32 over the bf16 states of autocast, as the kernel wants it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] to [..., H]."""
+        return super().forward(x.to(self.weight.dtype))
+
+
 class Attention(nn.Module):
     """Projections of the drafter's attention; what is attended to is the caller's `attend`."""
 
@@ -104,9 +112,9 @@ class Layer(nn.Module):
         super().__init__()
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, states: Tensor, embeds: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """States and embeddings [B, S, H] to the next states [B, S, H]."""
@@ -124,7 +132,7 @@ class Drafter(nn.Module):
         hidden = config.hidden_size
         self.fc = nn.Linear(config.num_aux_layers * hidden, hidden, bias=False)
         self.midlayer = Layer(config)
-        self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
 
     @classmethod

@@ -1,0 +1,32 @@
+# `make repro` and `make test` do their own set-up on a machine with Python 3.11 or newer and git.
+PYTHON ?= python3
+VENV := .venv
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+.PHONY: repro test setup ui
+
+setup: $(VENV)/ready
+
+# torch first: asked for by another package it may come as another build of several GB
+$(VENV)/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "redraft needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[gguf,dev]'
+	touch $@
+
+repro: setup
+	dvc repro
+	@head -n 1 report.md
+	@echo "report: $(CURDIR)/report.md"
+
+test: setup
+	ruff check .
+	ruff format --check .
+	mypy
+	pytest
+
+# compare runs: http://127.0.0.1:5000, "Model training"
+ui: setup
+	MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow ui --host 127.0.0.1 --workers 1 \
+		--backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///$(CURDIR)/.store/mlflow.db}"

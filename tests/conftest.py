@@ -1,0 +1,129 @@
+"""Small real things for tests: targets of real architectures made from a config, drafters, hidden states."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from redraft.drafter.checkpoint import Checkpoint
+from redraft.drafter.model import Drafter, DrafterConfig
+from redraft.target.model import Target, load_target
+from redraft.vocab.mapping import Mapping
+
+torch.set_num_threads(1)
+VOCAB, HIDDEN, LAYERS, SLOTS = 96, 32, 8, 24
+
+
+def llama(**changes: object) -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**shape, **changes})).eval()
+
+
+def deepseek() -> DeepseekV3ForCausalLM:
+    torch.manual_seed(2)
+    return DeepseekV3ForCausalLM(deepseek_config()).eval()
+
+
+def deepseek_config() -> DeepseekV3Config:
+    return DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        head_dim=8,
+        v_head_dim=8,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=0,
+        tie_word_embeddings=False,
+    )
+
+
+def save_target(model: torch.nn.Module, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    record = {"source": "test", "revision": None, "weights": "."}
+    (folder / "target.json").write_text(json.dumps(record))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(llama(), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def target(llama_folder: Path) -> Target:
+    return load_target(llama_folder, dtype="fp32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fitted target of profile `tiny`, with its tokenizer."""
+    from redraft.params import TargetParams
+    from redraft.target.sources import make_target
+
+    folder = tmp_path_factory.mktemp("tiny") / "target"
+    make_target(TargetParams(source="fit:tiny"), folder)
+    return folder
+
+
+def some_mapping(seed: int = 0, slots: int = SLOTS, vocab: int = VOCAB) -> Mapping:
+    generator = np.random.default_rng(seed)
+    return Mapping(np.sort(generator.choice(vocab, slots, replace=False)), vocab)
+
+
+def some_checkpoint(seed: int = 0, slots: int = SLOTS, scale: float = 8.0) -> Checkpoint:
+    """A random drafter whose attention and head are large enough to matter."""
+    config = DrafterConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=VOCAB,
+        draft_vocab_size=slots,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_position_embeddings=256,
+    )
+    drafter = Drafter.fresh(config, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, weight in drafter.named_parameters():
+            if "norm" in name:
+                weight.copy_(1 + 0.2 * torch.randn(weight.shape, generator=generator))
+            else:
+                weight.mul_(scale)
+            weight.copy_(weight.bfloat16().float())
+    return Checkpoint(drafter, some_mapping(seed, slots))

@@ -1,0 +1,189 @@
+"""Extraction and the shard store (cases C03, C11, C13, C15, C17, C28)."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import HIDDEN, VOCAB
+from hypothesis import given
+from hypothesis import strategies as st
+
+from redraft.errors import RedraftError
+from redraft.hidden import extract as extraction
+from redraft.hidden.corpus import Corpus, gather, read_corpus, tokenize_file, write_corpus
+from redraft.hidden.extract import extract, forward, summary, target_hash
+from redraft.hidden.store import HiddenStates, PackedRows, ShardWriter, pack
+from redraft.params import CorpusParams, ExtractParams
+from redraft.target.chat import Sample, load_tokenizer
+from redraft.target.model import Target
+
+LENGTHS = [7, 3, 12, 5, 9, 30, 1, 4]
+
+
+def corpus_of(lengths: list[int], seed: int = 0) -> Corpus:
+    torch.manual_seed(seed)
+    samples = {
+        f"s{number}": Sample(
+            torch.randint(VOCAB, (length,)).tolist(), [0] * (length // 3) + [1] * (length - length // 3)
+        )
+        for number, length in enumerate(lengths)
+    }
+    return gather(samples, {"file": "x", "seed": seed}, 1.0)[0]
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("REDRAFT_STORE", str(tmp_path / "store"))
+    return tmp_path / "store"
+
+
+PARAMS = ExtractParams(batch_tokens=40, shard_mib=1, diagnostic_positions=20)
+
+
+def test_every_document_reads_back_as_extracted_alone(target: Target, llama_folder: Path, store: Path) -> None:
+    corpora = {"train": corpus_of(LENGTHS), "heldout": corpus_of([20, 11], seed=1)}
+    manifest = extract(target, target_hash(llama_folder), corpora, PARAMS)
+    record = json.loads(manifest.read_text())
+    for split, corpus in corpora.items():
+        states = HiddenStates(manifest, split)
+        names = [name for shard in record["splits"][split] for name in shard["samples"]]
+        assert sorted(names) == sorted(corpus.samples)
+        for place, name in enumerate(names):
+            ids, mask = corpus.document(corpus.samples.index(name))
+            alone, read = forward(target, [(ids, mask)])[0], states.read(place)
+            assert torch.equal(read["input_ids"], ids)
+            assert torch.equal(read["loss_mask"], mask)
+            for kind in ("aux", "final"):
+                assert torch.allclose(read[kind].float(), alone[kind].float(), rtol=2e-2, atol=2e-2), (name, kind)
+            assert torch.equal(read["greedy"], alone["greedy"])
+    assert record["recheck_difference"] < 0.01
+    assert summary(manifest)["train"]["tokens"] == sum(LENGTHS)
+
+
+def test_the_diagnostic_shard_has_the_layers_around(target: Target, llama_folder: Path, store: Path) -> None:
+    from safetensors.torch import load_file
+
+    corpora = {"train": corpus_of([5]), "heldout": corpus_of([9, 8, 7, 6], seed=1)}
+    manifest = extract(target, target_hash(llama_folder), corpora, PARAMS)
+    shard = load_file(manifest.parent / "diagnostic.safetensors")
+    layers = {int(name.removeprefix("layer_")) for name in shard if name.startswith("layer_")}
+    assert layers == {1, 2, 3, 4, 5, 6}
+    assert 20 <= len(shard["input_ids"]) < 30
+    final = target.decoder.norm(shard["unnormed"].float())
+    assert torch.allclose(final, shard["final"].float(), rtol=5e-2, atol=5e-2)
+
+
+def test_a_second_run_finds_the_shards_and_a_lost_shard_is_told(
+    target: Target, llama_folder: Path, store: Path
+) -> None:
+    corpora = {"train": corpus_of(LENGTHS), "heldout": corpus_of([20], seed=1)}
+    manifest = extract(target, target_hash(llama_folder), corpora, PARAMS)
+    shard = next(manifest.parent.glob("train-*"))
+    stamp = shard.stat().st_mtime_ns
+    assert extract(target, target_hash(llama_folder), corpora, PARAMS) == manifest
+    assert shard.stat().st_mtime_ns == stamp
+    shard.unlink()
+    with pytest.raises(RedraftError, match="not in the store"):
+        HiddenStates(manifest, "train")
+    extract(target, target_hash(llama_folder), corpora, PARAMS)
+    assert HiddenStates(manifest, "train").tokens == sum(LENGTHS)
+
+
+def test_another_corpus_is_another_fingerprint(target: Target, llama_folder: Path, store: Path) -> None:
+    made = [
+        extract(target, target_hash(llama_folder), {"heldout": corpus_of([9], seed)}, PARAMS).parent for seed in (1, 2)
+    ]
+    assert made[0] != made[1]
+    with pytest.raises(RedraftError, match="something else"):
+        HiddenStates(made[0] / "manifest.json", "heldout", target="another")
+
+
+def test_states_of_another_sample_are_caught(
+    target: Target, llama_folder: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def swapped(target: Target, documents: list[tuple[torch.Tensor, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        results = forward(target, documents)
+        if len(results) > 1:
+            results[0]["aux"], results[1]["aux"] = results[1]["aux"][: len(results[0]["aux"])], results[1]["aux"]
+        return results
+
+    monkeypatch.setattr(extraction, "forward", swapped)
+    with pytest.raises(RedraftError, match="differs from the same sample in a batch"):
+        extract(target, target_hash(llama_folder), {"heldout": corpus_of([8, 8, 8], 1)}, PARAMS)
+    assert not [path for path in store.rglob("*") if path.is_file()]
+
+
+def test_lengths_that_differ_and_nan_are_refused(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, "x", 10**6)
+    with pytest.raises(RedraftError, match="differ in length"):
+        writer.add("s", {"input_ids": torch.ones(9), "aux": torch.ones(8, 2)})
+    with pytest.raises(RedraftError, match="not finite"):
+        writer.add("s", {"input_ids": torch.ones(1), "aux": torch.full((1, 2), float("nan"))})
+
+
+def test_shards_are_bounded_by_bytes(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, "x", 1000)
+    for number in range(50):
+        writer.add(f"s{number}", {"input_ids": torch.ones(10, dtype=torch.int32), "aux": torch.ones(10, 4)})
+    writer.flush()
+    assert len(writer.shards) == 10  # five documents of 200 bytes each
+    assert all(shard["bytes"] < 1000 + 600 for shard in writer.shards)
+
+
+@given(st.lists(st.integers(1, 50)), st.integers(50, 80))
+def test_packing_keeps_every_document_whole(lengths: list[int], size: int) -> None:
+    rows = pack(lengths, size)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in row) <= size for row in rows)
+
+
+def test_a_document_longer_than_a_row_is_refused() -> None:
+    with pytest.raises(RedraftError, match="row_tokens"):
+        pack([5, 51], 50)
+
+
+def test_a_packed_row_holds_its_documents(target: Target, llama_folder: Path, store: Path) -> None:
+    manifest = extract(target, target_hash(llama_folder), {"heldout": corpus_of(LENGTHS, 1)}, PARAMS)
+    states = HiddenStates(manifest, "heldout")
+    rows = PackedRows(states, 32)
+    for number, members in enumerate(rows.rows):
+        row = rows[number]
+        assert row["aux"].shape == (32, 3 * HIDDEN)
+        for place, member in enumerate(members, 1):
+            own = row["documents"] == place
+            for name, tensor in states.read(member).items():
+                assert torch.equal(row[name][own], tensor)
+            assert row["positions"][own].tolist() == list(range(states.length(member)))
+        assert not row["loss_mask"][row["documents"] == 0].any()
+
+
+def test_a_corpus_is_read_as_written_and_knows_what_it_was_made_of(tiny_folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tiny_folder)
+    source = Path(__file__).parent.parent / "data" / "tiny" / "heldout.jsonl"
+    corpus, counts = tokenize_file(source, tokenizer, CorpusParams(max_length=128))
+    write_corpus(tmp_path / "c.safetensors", corpus)
+    again = read_corpus(tmp_path / "c.safetensors")
+    assert again.identity == corpus.identity
+    assert again.identity.keys() == {"file", "tokenizer", "template", "max_length", "sha256"}
+    assert counts == {
+        "samples": 8,
+        "tokens": len(again.input_ids),
+        "supervised": int(again.loss_mask.sum()),
+        "dropped": 0,
+    }
+    assert tokenizer.decode(again.prompt(0)).endswith("<|start|>assistant\n")
+    part = again.part(range(2, 4))
+    assert part.samples == again.samples[2:4]
+    assert torch.equal(part.document(1)[0], again.document(3)[0])
+
+
+def test_samples_without_an_answer_are_dropped_until_they_are_too_many() -> None:
+    empty, full = Sample([1, 2], [0, 0], "truncated"), Sample([1, 2], [0, 1])
+    samples = {str(number): empty if number < 3 else full for number in range(10)}
+    corpus, dropped = gather(samples, {"file": "x"}, 0.3)
+    assert (len(corpus), dropped) == (7, {"truncated": 3})
+    with pytest.raises(RedraftError, match=r"3 of 10.*truncated"):
+        gather(samples, {"file": "x"}, 0.2)
+    with pytest.raises(RedraftError):
+        gather({"0": empty}, {"file": "x"}, 1.0)

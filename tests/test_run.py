@@ -1,0 +1,101 @@
+"""The real thing: a fresh clone, real `dvc`, every stage on profile `tiny`, then an experiment with another lr."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
+
+
+def shell(*command: str, cwd: Path) -> str:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("DVC_", "MLFLOW_", "REDRAFT_"))
+    }
+    # the clone's own code, with bytecode on: __pycache__ must not make a stage stale
+    environment |= {"PATH": path, "PYTHONPATH": str(cwd / "src"), "PYTHONDONTWRITEBYTECODE": ""}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The working tree as a repository of its own, profile `tiny`, after `dvc repro` and a commit."""
+    folder = tmp_path_factory.mktemp("clone") / "redraft"
+    shell("git", "clone", "--quiet", str(ROOT), str(folder), cwd=ROOT)
+    changed = subprocess.run(
+        ["git", "ls-files", "--modified", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in changed.stdout.splitlines():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).unlink(missing_ok=True)
+        if (ROOT / name).exists():
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+    params = folder / "params.yaml"
+    params.write_text(params.read_text().replace("profile: smollm", "profile: tiny"))
+    shell("dvc", "repro", cwd=folder)
+    shell("git", "add", "--all", cwd=folder)
+    who = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+    shell("git", *who, "commit", "--quiet", "--no-verify", "-m", "tiny", cwd=folder)
+    return folder
+
+
+def metrics(folder: Path, stage: str) -> dict[str, object]:
+    return json.loads((folder / "metrics" / f"{stage}.json").read_text())
+
+
+def test_every_stage_leaves_its_artefacts(clone: Path) -> None:
+    assert metrics(clone, "probe")["lossless"] is True
+    assert metrics(clone, "probe")["accept_length"] > 1.3  # type: ignore[operator]
+    table = metrics(clone, "remap")["first_step"]
+    assert table["remap_zero"]["loss"] < min(table["scratch"]["loss"], table["naive"]["loss"])  # type: ignore[index]
+    bench = metrics(clone, "bench")
+    report = (clone / "report.md").read_text()
+    assert report.splitlines()[0].startswith(f"**{bench['verdict']}")
+    pictures = [line.split("](")[1].split(")")[0] for line in report.replace("![", "\n![").splitlines() if "![" in line]
+    assert pictures
+    assert all((clone / picture).read_text().startswith("<svg") for picture in pictures)
+    assert not list(clone.rglob("*.partial"))
+
+
+def test_a_second_repro_does_nothing(clone: Path) -> None:
+    began = time.monotonic()
+    text = shell("dvc", "repro", cwd=clone)
+    assert "Running stage" not in text
+    assert time.monotonic() - began < 20  # 5 s on an idle machine; a stage alone would take longer than this
+    shell("dvc", "repro", "--dry", "--allow-missing", cwd=clone)
+    assert shell("git", "status", "--porcelain", cwd=clone) == ""
+
+
+def test_an_experiment_with_another_lr_reruns_train_and_what_follows(clone: Path) -> None:
+    text = shell("dvc", "exp", "run", "-S", "lr=5e-5", cwd=clone)
+    ran = [line.split("'")[1] for line in text.splitlines() if line.startswith("Running stage")]
+    assert ran == ["train", "probe", "bench", "report"]
+    assert "lr: 5e-05" in (clone / "params.yaml").read_text()
+    assert json.loads((clone / "artifacts" / "drafter" / "redraft.json").read_text())["training"]["lr"] == 5e-5
+    difference = shell("dvc", "metrics", "diff", "--md", "HEAD", cwd=clone)
+    assert "heldout.accuracy_0" in difference
+    assert "| params.yaml | lr " in " ".join(
+        shell("dvc", "params", "diff", "--md", "HEAD", cwd=clone).split(" ")
+    ).replace("  ", " ")
+    client = MlflowClient(f"sqlite:///{clone}/.store/mlflow.db")
+    experiment = client.get_experiment_by_name("redraft/tiny")
+    runs = client.search_runs([experiment.experiment_id])
+    parents = {run.info.run_id: run for run in runs if "pipeline.run" in run.data.tags}
+    assert sorted(run.data.params["lr"] for run in parents.values()) == ["0.002", "5e-05"]
+    for number, parent in parents.items():
+        stages = {run.data.tags["stage"] for run in runs if run.data.tags.get("mlflow.parentRunId") == number}
+        assert stages >= set(ran)
+        assert {"probe/accept_length", "bench/ratio", "train/accuracy"} <= parent.data.metrics.keys()

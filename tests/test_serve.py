@@ -1,0 +1,172 @@
+"""The torch engine as an oracle, the probe's comparison, and the bench's figures (cases C20, C22, C23)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import llama, some_checkpoint
+from test_step import literal_logits
+
+from redraft.errors import RedraftError
+from redraft.serve.acceptance import Acceptance
+from redraft.serve.engine import Generation, Margin
+from redraft.serve.load import interleave, summarize
+from redraft.serve.open import stop_ids
+from redraft.serve.probe import compare, require_acceptance, require_lossless
+from redraft.serve.torch_engine import TorchEngine
+from redraft.target.model import Target
+
+NEVER = frozenset([-1])
+PROMPTS = [[5, 9, 31, 7], [80, 2, 2], [40], list(range(10, 30))]
+
+
+def greedy_of_transformers(prompt: list[int], tokens: int) -> list[int]:
+    model = llama()
+    with torch.no_grad():
+        output = model.generate(
+            torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
+def test_greedy_output_is_the_targets_own(target: Target, steps: int) -> None:
+    engine = TorchEngine(target, some_checkpoint(2) if steps else None, steps, NEVER)
+    for prompt in PROMPTS:
+        given = engine.generate(prompt, 30)
+        assert given.ids == greedy_of_transformers(prompt, 30)
+        assert given.finish == "length"
+        assert len(given.accepted) <= 29
+        assert all(0 <= number <= steps for number in given.accepted)
+
+
+def test_the_engine_drafts_what_the_formulas_say(target: Target) -> None:
+    """Every round's drafts equal those of the literal drafter of test_step, fed with the target's real states."""
+    checkpoint = some_checkpoint(2)
+    engine = TorchEngine(target, checkpoint, 3, NEVER)
+    drafted: list[list[int]] = []
+    original = engine._draft
+    engine._draft = lambda *inputs: drafted.append(original(*inputs)) or drafted[-1]  # type: ignore[method-assign]
+    prompt = PROMPTS[3]
+    given = engine.generate(prompt, 24)
+    known = [*prompt, *given.ids]
+    with torch.no_grad(), target.capture(target.aux_layers) as captured:
+        target.decoder(input_ids=torch.tensor([known]), use_cache=False)
+    aux = target.aux(captured)[0]
+    at = len(prompt) - 1
+    ids = checkpoint.mapping.ids
+    for number, drafts in enumerate(drafted[: len(given.accepted)]):
+        own: list[int] = []
+        for k in range(3):
+            logits = literal_logits(checkpoint, [*known[: at + 2], *own, 0], aux, target.embed, at, k + 1)[k]
+            own.append(int(ids[int(logits.argmax())]))
+        assert drafts == own
+        right = next((k for k in range(3) if own[k] != known[at + 2 + k]), 3)
+        assert given.accepted[number] == right
+        at += right + 1
+
+
+def test_an_answer_ends_at_the_stop_token_and_the_cut_round_is_left_out(target: Target) -> None:
+    plain = TorchEngine(target, None, 0, NEVER).generate(PROMPTS[0], 30).ids
+    stop = plain[12]
+    end = plain.index(stop)
+    for steps in (0, 1, 3):
+        engine = TorchEngine(target, some_checkpoint(2) if steps else None, steps, frozenset([stop]))
+        given = engine.generate(PROMPTS[0], 30)
+        assert given.ids == plain[: end + 1]
+        assert given.finish == "stop"
+        assert sum(given.accepted) + len(given.accepted) <= end
+
+
+def test_margin_is_the_gap_of_two_logits(target: Target) -> None:
+    engine = TorchEngine(target, None, 0, NEVER)
+    with torch.no_grad():
+        logits = llama()(torch.tensor([PROMPTS[3]])).logits[0, -1]
+    margin = engine.margin(PROMPTS[3], 3, 8, 4)
+    assert margin.gap == pytest.approx(float(logits[3] - logits[8]), abs=1e-4)
+    assert 0 <= margin.shape_noise < 1e-3
+
+
+def test_stop_ids_are_those_of_tokenizer_and_generation_config(tiny_folder: Path) -> None:
+    assert stop_ids(tiny_folder) == {2}
+
+
+@dataclass
+class Scripted:
+    """An engine that plays written answers."""
+
+    answers: Sequence[Generation]
+    spec_steps: int = 0
+    gap: float = 1.0
+    asked: int = 0
+
+    def generate(self, prompt: list[int], max_new_tokens: int) -> Generation:
+        answer = self.answers[min(self.asked, len(self.answers) - 1)]
+        self.asked += 1
+        return answer
+
+    def margin(self, prefix: list[int], first: int, second: int, width: int) -> Margin:
+        return Margin(self.gap, 0.5)
+
+    def acceptance(self) -> Acceptance:
+        counted = Acceptance(self.spec_steps)
+        for answer in self.answers:
+            counted.add(answer.accepted)
+        return counted
+
+
+def answer(ids: list[int], seconds: float = 1.0, first: float = 0.1, accepted: Sequence[int] = ()) -> Generation:
+    return Generation(ids, seconds, first, "length", list(accepted))
+
+
+def test_a_near_tie_is_counted_and_any_other_difference_fails() -> None:
+    one, two = Scripted([answer([1, 2, 3])]), Scripted([answer([1, 9, 3])], spec_steps=2)
+    found = compare(one, two, [[0]], 3, "test")  # type: ignore[arg-type]
+    assert (found.equal, found.ties, found.compared_tokens) == (0, 0, 1)
+    assert found.different[0]["tokens"] == [2, 9]
+    with pytest.raises(RedraftError, match="answer token 1"):
+        require_lossless(found)
+    tie = compare(Scripted([answer([1, 2, 3])], gap=5e-4), two, [[0]], 3, "test")  # type: ignore[arg-type]
+    assert (tie.ties, tie.different) == (1, [])
+    require_lossless(tie)
+
+
+def test_an_answer_that_ends_early_is_a_difference() -> None:
+    found = compare(Scripted([answer([1, 2, 3])]), Scripted([answer([1, 2])], 2), [[0]], 3, "test")  # type: ignore[arg-type]
+    assert found.different[0]["position"] == 2
+
+
+def test_a_drafter_that_accepts_nothing_fails_the_probe() -> None:
+    require_acceptance(1.5, 1.05)
+    with pytest.raises(RedraftError, match="next to nothing"):
+        require_acceptance(1.02, 1.05)
+
+
+def test_the_bench_takes_turns_and_computes_its_figures() -> None:
+    plain = Scripted([answer(list(range(11)), seconds=1.1, first=0.1)])
+    draft = Scripted([answer(list(range(11)), seconds=0.7, first=0.1, accepted=[1, 1, 1, 1, 1])], spec_steps=2)
+    engines = {0: plain, 2: draft}
+    answers = interleave(engines, [[0], [1], [2]], 11)  # type: ignore[arg-type]
+    assert (len(answers[0]), len(answers[2])) == (3, 3)
+    found = summarize(engines, answers)  # type: ignore[arg-type]
+    assert found["baseline"] == {
+        "tokens_per_second": 10.0,
+        "first_token_ms": 100.0,
+        "token_ms": 100.0,
+        "mean_tokens": 11,
+    }
+    row = found["spec_steps"]["2"]
+    assert row["ratio"] == pytest.approx(1.1 / 0.7, abs=1e-4)
+    assert (row["accept_length"], row["cycle_ms"], row["break_even"]) == (2.0, 120.0, 1.2)
+    assert found["verdict"].startswith("ship")
+
+
+@pytest.mark.parametrize(("seconds", "word"), [(0.7, "ship"), (1.08, "unclear"), (1.4, "no: slower")])
+def test_a_ratio_below_one_is_told_as_plainly(seconds: float, word: str) -> None:
+    plain = Scripted([answer([1] * 11, seconds=1.1)])
+    draft = Scripted([answer([1] * 11, seconds=seconds, accepted=[1] * 5)], spec_steps=2)
+    engines = {0: plain, 2: draft}
+    found = summarize(engines, interleave(engines, [[0]], 11))  # type: ignore[arg-type]
+    assert found["verdict"].startswith(word)

@@ -1,0 +1,189 @@
+"""The TTT step against a slow, literal drafter that serves position by position with its own cache."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import HIDDEN, VOCAB, some_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from redraft.drafter.checkpoint import Checkpoint
+from redraft.train.measure import Tally
+from redraft.train.step import StepOutput, counted_positions, ttt_step
+
+STEPS = 3
+
+
+def literal_logits(checkpoint: Checkpoint, ids: list[int], aux: Tensor, embed: Tensor, t: int, steps: int) -> Tensor:
+    """[steps, N]: an engine's drafts at position t of one document, had the drafted tokens been the true ones.
+
+    Written from the formulas, one position at a time: no batch, no unrolling, no shared code.
+    """
+    drafter, config = checkpoint.drafter, checkpoint.drafter.config
+    weights = {name: weight.double() for name, weight in drafter.state_dict().items()}
+    group = config.num_attention_heads // config.num_key_value_heads
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.pow(2).mean() + config.rms_norm_eps).sqrt() * weights[f"{name}.weight"]
+
+    def rope(x: Tensor, position: int) -> Tensor:  # [heads, d]
+        half = config.head_dim // 2
+        angle = position * config.rope_theta ** -(torch.arange(half).double() * 2 / config.head_dim)
+        a, b = x[:, :half], x[:, half:]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], 1)
+
+    def layer(state: Tensor, token: int, position: int, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
+        both = torch.cat([norm(embed[token].double(), "midlayer.input_layernorm"), norm(state, "midlayer.hidden_norm")])
+        q, k, v = (
+            (weights[f"midlayer.self_attn.{name}_proj.weight"] @ both).view(-1, config.head_dim) for name in "qkv"
+        )
+        q = rope(q, position)
+        cache.append((rope(k, position), v))
+        heads = []
+        for head in range(config.num_attention_heads):
+            keys = torch.stack([key[head // group] for key, _ in cache])
+            values = torch.stack([value[head // group] for _, value in cache])
+            heads.append((keys @ q[head] / config.head_dim**0.5).softmax(0) @ values)
+        state = state + weights["midlayer.self_attn.o_proj.weight"] @ torch.cat(heads)
+        x = norm(state, "midlayer.post_attention_layernorm")
+        gate, up = (weights[f"midlayer.mlp.{name}_proj.weight"] @ x for name in ("gate", "up"))
+        return state + weights["midlayer.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
+
+    cache: list[tuple[Tensor, Tensor]] = []
+    for position in range(t + 1):
+        state = layer(weights["fc.weight"] @ aux[position].double(), ids[position + 1], position, cache)
+    logits = [weights["lm_head.weight"] @ norm(state, "norm")]
+    for step in range(1, steps):
+        state = layer(state, ids[t + 1 + step], t + step, cache)
+        logits.append(weights["lm_head.weight"] @ norm(state, "norm"))
+    return torch.stack(logits).float()
+
+
+def batch_of(seed: int, rows: list[list[int]]) -> dict[str, Tensor]:
+    """Random packed rows: `rows` lists the lengths of the documents of each row."""
+    torch.manual_seed(seed)
+    width = max(map(sum, rows))
+    ids = torch.randint(VOCAB, (len(rows), width))
+    mask, documents, positions = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(3))
+    for row, lengths in enumerate(rows):
+        at = 0
+        for number, length in enumerate(lengths, 1):
+            documents[row, at : at + length] = number
+            positions[row, at : at + length] = torch.arange(length)
+            mask[row, at + length // 3 : at + length] = 1
+            at += length
+    return {
+        "input_ids": ids,
+        "loss_mask": mask,
+        "documents": documents,
+        "positions": positions,
+        "aux_hidden": torch.randn(len(rows), width, 3 * HIDDEN),
+        "target_hidden": torch.randn(len(rows), width, HIDDEN),
+    }
+
+
+EMBED = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(5))
+HEAD = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(6))
+
+
+def run(checkpoint: Checkpoint, batch: dict[str, Tensor], steps: int = STEPS) -> StepOutput:
+    ids = torch.from_numpy(checkpoint.mapping.ids)
+    with torch.no_grad():
+        return ttt_step(checkpoint.drafter, ids, **batch, embed=EMBED, head=HEAD, steps=steps)
+
+
+@pytest.mark.parametrize(("seed", "rows"), [(0, [[7]]), (1, [[9, 6, 4], [5, 13]]), (2, [[3, 3, 3, 3], [11]])])
+def test_every_step_gives_what_an_engine_drafts(seed: int, rows: list[list[int]]) -> None:
+    checkpoint, batch = some_checkpoint(seed), batch_of(seed, rows)
+    output = run(checkpoint, batch)
+    width, checked = batch["input_ids"].shape[1], 0
+    for column, flat in enumerate(output.positions.tolist()):
+        row, t = divmod(flat, width)
+        own = batch["documents"][row] == batch["documents"][row, t]
+        start = int(own.nonzero()[0])
+        ids = [*batch["input_ids"][row, own].tolist(), *[0] * STEPS]
+        expected = literal_logits(checkpoint, ids, batch["aux_hidden"][row, own], EMBED, t - start, STEPS)
+        for step in range(STEPS):
+            if output.counted[step, column]:
+                assert torch.allclose(output.logits[step, column], expected[step], atol=1e-5, rtol=1e-5)
+                checked += 1
+    assert checked == int(output.counted.sum()) > 0
+
+
+def test_loss_and_accuracy_by_their_definitions() -> None:
+    checkpoint, batch = some_checkpoint(3), batch_of(3, [[12, 7], [18]])
+    output = run(checkpoint, batch)
+    ids = checkpoint.mapping.ids
+    width = batch["input_ids"].shape[1]
+    for column, flat in enumerate(output.positions.tolist()):
+        row, t = divmod(flat, width)
+        for step in range(STEPS):
+            if not output.counted[step, column]:
+                continue
+            logits = HEAD @ batch["target_hidden"][row, t + 1 + step]
+            law = logits[ids].softmax(0)
+            loss = -(law * output.logits[step, column].log_softmax(0)).sum()
+            assert output.losses[step, column] == pytest.approx(float(loss), rel=1e-5)
+            best = int(logits.argmax())
+            assert bool(output.in_vocab[step, column]) == (best in ids)
+            assert bool(output.correct[step, column]) == (ids[int(output.logits[step, column].argmax())] == best)
+
+
+def test_the_head_may_come_as_draft_rows_with_the_argmax() -> None:
+    checkpoint, batch = some_checkpoint(4), batch_of(4, [[20]])
+    whole = run(checkpoint, batch)
+    ids = torch.from_numpy(checkpoint.mapping.ids)
+    greedy = (batch["target_hidden"] @ HEAD.T).argmax(-1)
+    with torch.no_grad():
+        rows = ttt_step(checkpoint.drafter, ids, **batch, embed=EMBED, head=HEAD[ids], steps=STEPS, greedy=greedy)
+    assert torch.equal(whole.correct, rows.correct)
+    assert torch.equal(whole.in_vocab, rows.in_vocab)
+    assert torch.allclose(whole.losses, rows.losses, atol=1e-6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=14), st.integers(1, 4))
+def test_a_position_counts_iff_both_tokens_are_in_one_answer(tokens: list[tuple[int, bool]], steps: int) -> None:
+    documents = torch.tensor([sorted(number for number, _ in tokens)])
+    documents = torch.where(documents == 0, torch.zeros_like(documents), documents)
+    mask = torch.tensor([[int(flag) for _, flag in tokens]])
+    counted = counted_positions(mask, documents, steps)[:, 0]
+    size = len(tokens)
+    for step in range(steps):
+        for t in range(size):
+            span = range(t + 1, t + 3 + step)
+            inside = span[-1] < size and all(mask[0, s] and documents[0, s] == documents[0, t] > 0 for s in span)
+            assert bool(counted[step, t]) == inside
+
+
+def test_packing_changes_nothing() -> None:
+    checkpoint = some_checkpoint(5)
+    packed = batch_of(5, [[9, 6, 4]])
+    together = Tally()
+    together.add(run(checkpoint, packed))
+    apart = Tally()
+    for number in (1, 2, 3):
+        own = packed["documents"][0] == number
+        apart.add(run(checkpoint, {name: tensor[:, own] for name, tensor in packed.items()}))
+    for name, value in together.metrics().items():
+        assert value == pytest.approx(apart.metrics()[name], abs=1e-5), name
+
+
+def test_tally_measures() -> None:
+    output = StepOutput(
+        positions=torch.arange(3),
+        counted=torch.tensor([[True, True, True], [True, True, False]]),
+        in_vocab=torch.tensor([[True, False, True], [True, True, True]]),
+        correct=torch.tensor([[True, False, True], [False, True, True]]),
+        losses=torch.tensor([[1.0, 9.0, 3.0], [2.0, 4.0, 9.0]]),
+        logits=torch.zeros(2, 3, 4),
+    )
+    tally = Tally()
+    tally.add(output)
+    found = tally.metrics()
+    assert found["positions"] == 3
+    assert (found["loss_0"], found["loss_1"]) == (2.0, 3.0)
+    assert np.isclose([found["accuracy_0"], found["accuracy_1"]], [2 / 3, 1 / 2]).all()
+    assert np.isclose([found["ceiling_0"], found["ceiling_1"]], [2 / 3, 1.0]).all()
+    assert np.isclose([found["joint_0"], found["joint_1"]], [2 / 3, 0.0]).all()

@@ -1,0 +1,86 @@
+"""The training loop: it learns, counts its steps, and says when the launch is not what was asked (cases C12, C14)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from conftest import some_checkpoint
+from test_hidden import PARAMS, corpus_of
+
+from redraft.errors import RedraftError
+from redraft.hidden.extract import extract, target_hash
+from redraft.hidden.store import HiddenStates
+from redraft.params import FitParams
+from redraft.target.model import Ends, Target, read_ends
+from redraft.train.loop import fit, lr_factor
+from redraft.train.measure import first_steps
+
+FIT = FitParams(lr=2e-3, epochs=30, batch_tokens=64, row_tokens=64, precision="fp32", warmup=0.1)
+
+
+@pytest.fixture
+def states(
+    target: Target, llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, HiddenStates]:
+    monkeypatch.setenv("REDRAFT_STORE", str(tmp_path / "store"))
+    corpora = {"train": corpus_of([30, 25, 20, 18, 40, 33]), "heldout": corpus_of([30, 25, 20], seed=0)}
+    manifest = extract(target, target_hash(llama_folder), corpora, PARAMS)
+    return {split: HiddenStates(manifest, split) for split in corpora}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)  # one process trains several times here, in two precisions
+
+
+@pytest.fixture
+def ends(llama_folder: Path) -> Ends:
+    return read_ends(llama_folder)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_training_learns_and_is_the_same_twice(states: dict[str, HiddenStates], ends: Ends, precision: str) -> None:
+    params = FIT.model_copy(update={"precision": precision})
+    weights = []
+    for _ in range(2):
+        checkpoint = some_checkpoint(1, scale=1.0)
+        fitted = fit(checkpoint, ends, states["train"], states["heldout"], params)
+        weights.append(checkpoint.drafter.state_dict())
+        assert fitted.heldout["loss_0"] < fitted.start["loss_0"] - 0.5
+        assert fitted.curve[-1]["step"] == fitted.steps
+        assert fitted.tokens == 30 * states["train"].tokens
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_fraction_of_a_pass_stops_within_it(states: dict[str, HiddenStates], ends: Ends) -> None:
+    rows = 3
+    fitted = fit(
+        some_checkpoint(1), ends, states["train"], states["heldout"], FIT.model_copy(update={"epochs": 1 / rows})
+    )
+    assert fitted.steps == 1
+    assert fitted.tokens <= 64
+
+
+def test_the_learning_rate_rises_and_falls_in_optimizer_steps() -> None:
+    rates = [lr_factor(step, 100, 0.1) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates.index(max(rates)) in (9, 10)
+    assert max(rates) == 1
+    assert rates[99] < 0.001
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_another_world_size_than_asked_stops(states: dict[str, HiddenStates], ends: Ends) -> None:
+    with pytest.raises(RedraftError, match=r"train\.processes"):
+        fit(some_checkpoint(), ends, states["train"], states["heldout"], FIT, processes=2)
+
+
+def test_the_first_step_table_has_every_option(states: dict[str, HiddenStates], ends: Ends) -> None:
+    donor = some_checkpoint(1)
+    table = first_steps(donor, some_checkpoint(3).mapping, ends, states["heldout"], FIT)
+    assert table.keys() == {"naive", "keep_donor_vocab", "remap_zero", "remap_target", "scratch"}
+    assert table["remap_zero"]["positions"] == table["naive"]["positions"] > 0
+    same = first_steps(donor, donor.mapping, ends, states["heldout"], FIT)
+    for option in ("naive", "remap_zero", "remap_target"):
+        assert same[option] == same["keep_donor_vocab"]

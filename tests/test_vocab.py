@@ -1,0 +1,111 @@
+"""Building a draft vocabulary and auditing two (cases C01, C02, C03, C06)."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_mapping import mappings
+
+from redraft.errors import RedraftError
+from redraft.vocab.audit import audit, drift_curve
+from redraft.vocab.build import build, count_tokens, coverage, read_vocab, write_vocab
+from redraft.vocab.mapping import Mapping
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 19), st.booleans()), max_size=200),
+    st.integers(1, 20),
+    st.sets(st.integers(0, 19)),
+)
+def test_the_most_frequent_ids_are_chosen_whatever_the_order(
+    tokens: list[tuple[int, bool]], size: int, forced: set[int]
+) -> None:
+    if len(forced) > size:
+        return
+    ids, mask = np.array([t for t, _ in tokens], int), np.array([m for _, m in tokens], int)
+    counts = count_tokens(ids, mask, 20)
+    built = build(counts, size, forced=forced, decodable=range(20))
+    shuffled = count_tokens(ids[::-1], mask[::-1], 20)
+    assert build(shuffled, size, forced=forced, decodable=range(20)).mapping.hash == built.mapping.hash
+    ranked = sorted((n for n in range(20) if n not in forced), key=lambda n: (-int(counts[n]), n))
+    assert list(built.mapping.ids) == sorted([*forced, *ranked[: size - len(forced)]])
+    assert built.padded == sum(counts[n] == 0 for n in ranked[: size - len(forced)])
+
+
+def test_a_token_seen_only_outside_answers_does_not_count() -> None:
+    assert list(count_tokens(np.array([7, 7, 2]), np.array([0, 0, 1]), 8)) == [0, 0, 1, 0, 0, 0, 0, 0]
+
+
+def test_a_small_corpus_is_topped_up_with_ids_that_decode() -> None:
+    counts = np.zeros(64, np.int64)
+    counts[[9, 11, 20, 30, 63]] = 1
+    built = build(counts, 8, forced=[60], decodable=[n for n in range(60) if n not in (0, 1)])
+    assert list(built.mapping.ids) == [2, 3, 9, 11, 20, 30, 60, 63]
+    assert (built.forced, built.padded) == (1, 2)
+
+
+@pytest.mark.parametrize("size", [0, -1, 65, 1])
+def test_an_impossible_size_is_refused(size: int) -> None:
+    with pytest.raises(RedraftError, match=r"vocab\.size"):
+        build(np.ones(64, np.int64), size, forced=[60, 61], decodable=range(64))
+
+
+def test_too_few_ids_to_choose_from_is_refused() -> None:
+    with pytest.raises(RedraftError, match="at most 4"):
+        build(np.zeros(64, np.int64), 8, decodable=range(4))
+
+
+def test_an_id_beyond_the_target_is_refused() -> None:
+    with pytest.raises(RedraftError, match="3 to 64"):
+        count_tokens(np.array([3, 64]), np.array([1, 1]), 64)
+
+
+def test_a_vocabulary_is_read_as_it_was_written(tmp_path: Path) -> None:
+    built = build(np.arange(64), 8, decodable=range(64))
+    write_vocab(tmp_path / "vocab", built, {"train": np.arange(64)}, {"corpus": "x"})
+    assert read_vocab(tmp_path / "vocab").hash == built.mapping.hash
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Mapping, Mapping]:
+    one = draw(mappings())
+    ids = draw(st.lists(st.integers(0, one.vocab_size - 1), min_size=1, unique=True))
+    return one, Mapping(np.array(ids), one.vocab_size)
+
+
+@given(pairs())
+def test_the_audit_counts_what_sets_count(pair: tuple[Mapping, Mapping]) -> None:
+    donor, new = pair
+    counts = np.arange(donor.vocab_size)
+    found = audit(donor, new, counts, counts)
+    one, two = list(donor.ids), list(new.ids)
+    assert found.shared == len(set(one) & set(two))
+    assert found.same_slot == sum(a == b for a, b in zip(one, two, strict=False))
+    assert found.moved == found.shared - found.same_slot
+    assert (found.donor_only, found.new_only) == (len(set(one) - set(two)), len(set(two) - set(one)))
+    divergence = next((slot for slot, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), None)
+    if divergence is None and len(one) != len(two):
+        divergence = min(len(one), len(two))
+    assert found.first_divergence == divergence
+    assert found.coverage_donor == coverage(donor, counts)
+    moved = [two.index(number) - one.index(number) for number in set(one) & set(two)]
+    assert found.drift_max == max(map(abs, moved), default=0)
+    assert all(row["moved"] == two.index(one[int(row["slot"])]) - row["slot"] for row in drift_curve(donor, new))
+    expected = "keep_donor_vocab" if one == two else "remap" if found.shared else "scratch"
+    assert found.recommended_init == expected
+
+
+def test_another_target_vocabulary_is_refused() -> None:
+    with pytest.raises(RedraftError, match="another vocabulary"):
+        audit(Mapping(np.arange(4), 8), Mapping(np.arange(4), 9), np.zeros(9), np.zeros(9))
+
+
+def test_one_id_lost_shifts_all_that_follow() -> None:
+    donor, new = Mapping(np.array([10, 20, 30, 40]), 64), Mapping(np.array([10, 25, 30, 50]), 64)
+    found = audit(donor, new, np.ones(64, np.int64), np.ones(64, np.int64))
+    assert (found.same_slot, found.moved, found.donor_only, found.new_only) == (2, 0, 2, 2)
+    found = audit(donor, Mapping(np.array([10, 20, 25, 30]), 64), np.ones(64, np.int64), np.ones(64, np.int64))
+    assert (found.same_slot, found.moved, found.first_divergence) == (2, 1, 2)
+    assert "nothing is scrambled" in found.verdict
