@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: repro test setup ui
+.PHONY: repro test setup lock-check ui
 
 setup: $(VENV)/ready
 
@@ -25,6 +25,11 @@ test: setup
 	ruff format --check .
 	mypy
 	pytest
+
+# fails if a stage would run; needs no data
+lock-check: setup
+	@out=$$(dvc repro --dry --allow-missing 2>&1); rc=$$?; echo "$$out"; \
+		test $$rc -eq 0 && ! echo "$$out" | grep -q "Running stage"
 
 # compare runs: http://127.0.0.1:5000, "Model training"
 ui: setup

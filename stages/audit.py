@@ -7,23 +7,33 @@ import numpy as np
 from redraft import atomic
 from redraft.curves import write_curve
 from redraft.drafter.checkpoint import read_checkpoint
+from redraft.drafter.heads import compare_heads
 from redraft.params import Config
 from redraft.stage import Result, run
+from redraft.target.chat import byte_ids, load_tokenizer, special_tokens
+from redraft.target.model import read_ends
 from redraft.vocab.audit import audit, drift_curve
 from redraft.vocab.build import read_vocab
 
-VOCAB = Path("artifacts/vocab")
+VOCAB, TARGET = Path("artifacts/vocab"), Path("artifacts/target")
 
 
 def main(config: Config) -> Result:
-    donor, new = read_checkpoint(Path("artifacts/donor")).mapping, read_vocab(VOCAB)
-    counts = {split: np.load(VOCAB / f"counts_{split}.npy") for split in ("train", "heldout")}
-    found = audit(donor, new, counts["train"], counts["heldout"])
-    write_curve(Path("plots/drift.csv"), drift_curve(donor, new))
+    donor, new = read_checkpoint(Path("artifacts/donor")), read_vocab(VOCAB)
+    tokenizer = load_tokenizer(TARGET, config.profile.target.trust_remote_code)
+    found = audit(
+        donor.mapping,
+        new,
+        counts={split: np.load(VOCAB / f"counts_{split}.npy") for split in ("train", "heldout")},
+        special=special_tokens(tokenizer),
+        single_bytes=byte_ids(tokenizer),
+    )
+    heads = compare_heads(donor.drafter.lm_head.weight.detach(), read_ends(TARGET).head, donor.mapping.ids)
+    write_curve(Path("plots/drift.csv"), drift_curve(donor.mapping, new))
     atomic.write_json(Path("artifacts/gate.json"), {"audit": "passed"})
     headline = {"audit/same_slot": float(found.same_slot), "audit/shared": float(found.shared)}
     print(found.verdict)
-    return Result(found.metrics(), headline=headline)
+    return Result({**found.metrics(), "heads": heads}, headline=headline)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def main(config: Config) -> Result:
     prompts = [heldout.prompt((first + number) % len(heldout)) for number in range(params.prompts)]
     numbers = (0, *params.spec_steps)
     engines = open_engines(config, Path("artifacts/target"), Path("artifacts/drafter"), numbers, "bf16")
-    metrics = summarize(engines, interleave(engines, prompts, params.max_new_tokens))
+    metrics = summarize(interleave(engines, prompts, params.max_new_tokens))
     print(metrics["verdict"])
     headline = {"bench/ratio": metrics["ratio"], "bench/tokens_per_second": metrics["baseline"]["tokens_per_second"]}
     return Result({**metrics, "engine": engines[0].describe()}, headline=headline)

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from redraft.curves import write_curve
-from redraft.drafter.checkpoint import exported_layer_ids, read_checkpoint, write_checkpoint
+from redraft.drafter.checkpoint import read_donor, write_checkpoint
+from redraft.drafter.config import exported_layer_ids
 from redraft.hidden.corpus import read_corpus
 from redraft.params import Config
 from redraft.stage import Result, run
@@ -17,10 +18,13 @@ TARGET = Path("artifacts/target")
 
 def main(config: Config) -> Result:
     params, target = config.profile.donor, config.profile.target
-    aux_layers = aux_layers_of(read_config(TARGET, target.trust_remote_code), target.aux_layers)
+    # first, because what reads the target's folder takes the hub offline for the whole process
+    source = checkout(params.source, params.revision) if params.source != "train" else None
+    described = read_config(TARGET, target.trust_remote_code)
+    aux_layers = aux_layers_of(described, target.aux_layers)
     exported_layer_ids(aux_layers)
-    if params.source != "train":
-        donor = read_checkpoint(checkout(params.source, params.revision))
+    if source is not None:
+        donor = read_donor(source, described.get_text_config(), aux_layers)
         write_checkpoint(OUT, donor, aux_layers)
         write_curve(Path("plots/donor.csv"), [])
         return Result({"source": params.source, "slots": len(donor.mapping), "order": donor.mapping.order})

@@ -10,7 +10,7 @@ from redraft.hidden.store import HiddenStates
 from redraft.params import Config
 from redraft.stage import Result, run
 from redraft.target.model import read_ends
-from redraft.train.measure import first_steps
+from redraft.train.measure import best_fill, first_steps
 from redraft.vocab.build import read_vocab
 
 TARGET = Path("artifacts/target")
@@ -26,13 +26,20 @@ def main(config: Config) -> Result:
     )
     heldout = HiddenStates(Path("artifacts/hidden/manifest.json"), "heldout", target=target_hash(TARGET))
     table = first_steps(donor, mapping, ends, heldout, config.fit())
-    chosen = initial(knobs.init, knobs.fill, donor, mapping, ends.head, knobs.seed)
+    fill = best_fill(table) if knobs.fill == "auto" else knobs.fill
+    chosen = initial(knobs.init, fill, donor, mapping, ends.head, knobs.seed)
     write_checkpoint(Path("artifacts/initial"), chosen, tuple(heldout.manifest["aux_layers"]))
     if knobs.init == "naive":
         print(WARNING)
-    ln_n = round(math.log(len(mapping)), 6)
-    metrics = {"init": knobs.init, "ln_n": ln_n, "rows": count_sources(chosen), "first_step": table}
-    option = f"remap_{knobs.fill}" if knobs.init == "remap" else knobs.init
+    option = f"remap_{fill}" if knobs.init == "remap" else knobs.init
+    metrics = {
+        "init": knobs.init,
+        "option": option,
+        "ln_n": round(math.log(len(mapping)), 6),
+        "chance": round(1 / len(mapping), 6),
+        "rows": count_sources(chosen),
+        "first_step": table,
+    }
     loss = {"remap/first_loss": table[option]["loss"], "remap/naive_first_loss": table["naive"]["loss"]}
     return Result(metrics, headline={**loss, "remap/first_accuracy": table[option]["accuracy"]})
 

@@ -3,20 +3,31 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import HIDDEN, SLOTS, VOCAB, some_checkpoint, some_mapping
+from conftest import HIDDEN, SLOTS, VOCAB, llama, save_target, some_checkpoint, some_mapping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_vocab import pairs
 
-from redraft.drafter.checkpoint import Checkpoint, exported_layer_ids, read_checkpoint, write_checkpoint
+from redraft.drafter.checkpoint import (
+    Checkpoint,
+    export_speculators,
+    read_checkpoint,
+    read_donor,
+    write_checkpoint,
+)
+from redraft.drafter.config import exported_layer_ids
+from redraft.drafter.fill import FILLS, Shared, fill_rows
+from redraft.drafter.heads import compare_heads
 from redraft.drafter.model import Drafter
-from redraft.drafter.remap import FRESH, TARGET, ZERO, count_sources, initial, remap
+from redraft.drafter.remap import SOURCES, count_sources, initial, remap, remap_folder
 from redraft.errors import RedraftError
+from redraft.target.model import read_ends
 from redraft.vocab.mapping import Mapping
 
 HEAD = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9))
@@ -149,7 +160,126 @@ def test_a_full_vocabulary_needs_no_mapping(tmp_path: Path) -> None:
     whole = some_checkpoint(slots=VOCAB)
     write_checkpoint(tmp_path / "full", whole, AUX)
     edit(tmp_path / "full", lambda t: (t.pop("d2t"), t.pop("t2d")))
-    assert read_checkpoint(tmp_path / "full").mapping.is_full
+    assert list(read_checkpoint(tmp_path / "full").mapping.ids) == list(range(VOCAB))
+
+
+SPECULATORS = {
+    "architectures": ["Eagle3DraftModel"],
+    "norm_before_residual": False,
+    "norm_before_fc": False,
+    "norm_output": False,
+    "fc_norm": False,
+}
+
+
+def as_speculators(folder: Path, **changes: object) -> None:
+    """Rewrite a drafter in SGLang's form as the trainer of speculators 0.9.0 writes it, from captured files."""
+    config = json.loads((folder / "config.json").read_text())
+    shape = {
+        name: value for name, value in config.items() if name not in ("architectures", "eagle_config", "rope_theta")
+    }
+    shape["rope_parameters"] = {"rope_theta": config["rope_theta"], "rope_type": "default"}
+    top = {
+        **SPECULATORS,
+        "draft_vocab_size": shape.pop("draft_vocab_size"),
+        "transformer_layer_config": shape,
+        **changes,
+    }
+    (folder / "config.json").write_text(json.dumps(top))
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    save_file({**renamed, "embed_tokens.weight": torch.ones(VOCAB, HIDDEN)}, folder / "model.safetensors")
+
+
+def same_weights(one: Checkpoint, two: Checkpoint) -> bool:
+    other = two.drafter.state_dict()
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.drafter.state_dict().items())
+
+
+def test_a_drafter_of_speculators_is_the_same_drafter(folder: Path) -> None:
+    as_speculators(folder)
+    assert same_weights(some_checkpoint(), read_checkpoint(folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"norm_before_residual": True}, "norm_before_residual"),
+        ({"norm_before_fc": True}, "norm_before_fc"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
+    ],
+)
+def test_the_defaults_of_speculators_are_refused_by_name(folder: Path, change: dict[str, object], named: str) -> None:
+    as_speculators(folder, **change)
+    with pytest.raises(RedraftError, match=named):
+        read_checkpoint(folder)
+
+
+def test_an_export_for_vllm_reads_back_and_says_every_norm_flag(tmp_path: Path) -> None:
+    export_speculators(tmp_path / "out", some_checkpoint(), AUX, "some/target")
+    assert same_weights(some_checkpoint(), read_checkpoint(tmp_path / "out"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == list(AUX)
+    assert [config[flag] for flag in ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm")] == [
+        False
+    ] * 4
+    assert config["transformer_layer_config"]["rope_parameters"]["rope_theta"] == 10000.0
+    assert "layers.0.self_attn.q_proj.weight" in load_file(tmp_path / "out" / "model.safetensors")
+
+
+@pytest.mark.parametrize("form", ["prefix", "bin", "shards", "fp16", "text_config", "narrow"])
+def test_other_forms_of_the_same_drafter(folder: Path, form: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "model.safetensors").unlink()
+    if form == "prefix":
+        save_file(
+            {f"model.{name}" if "." in name else name: t for name, t in tensors.items()}, folder / "model.safetensors"
+        )
+    elif form == "bin":
+        torch.save(tensors, folder / "pytorch_model.bin")
+    elif form == "shards":
+        names = sorted(tensors)
+        parts = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+        for file, own in parts.items():
+            save_file({name: tensors[name] for name in own}, folder / file)
+        index = {"weight_map": {name: file for file, own in parts.items() for name in own}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif form == "fp16":
+        cast = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+        save_file(cast, folder / "model.safetensors")
+    elif form == "text_config":
+        own = {"architectures", "eagle_config", "draft_vocab_size"}
+        nested = {name: value for name, value in config.items() if name not in own}
+        (folder / "config.json").write_text(json.dumps({**{name: config[name] for name in own}, "text_config": nested}))
+        save_file(tensors, folder / "model.safetensors")
+    else:
+        narrow = {**tensors, "d2t": tensors["d2t"].int(), "t2d": tensors["t2d"].to(torch.uint8)}
+        save_file(narrow, folder / "model.safetensors")
+    assert same_weights(some_checkpoint(), read_checkpoint(folder))
+
+
+def test_an_absent_shard_and_two_formats_are_told(folder: Path) -> None:
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(RedraftError, match=r"pytorch_model\.bin"):
+        read_checkpoint(folder)
+    (folder / "pytorch_model.bin").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": "gone.safetensors"}}))
+    with pytest.raises(RedraftError, match=r"gone\.safetensors"):
+        read_checkpoint(folder)
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (print, ("code of a checkpoint ran",))
+
+
+def test_a_pickle_with_code_is_not_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"fc.weight": Harmful()}, folder / "pytorch_model.bin")
+    with pytest.raises(RedraftError, match="more than tensors"):
+        read_checkpoint(folder)
+    assert capsys.readouterr().out == ""
 
 
 def test_head_and_mapping_must_agree(tmp_path: Path) -> None:
@@ -180,7 +310,7 @@ def test_rows_of_shared_ids_move_unchanged(pair: tuple[Mapping, Mapping], fill: 
             assert made.row_source[slot] == at
         else:
             assert torch.equal(rows[slot], head[number] if fill == "target" else torch.zeros(HIDDEN))
-            assert made.row_source[slot] == (TARGET if fill == "target" else ZERO)
+            assert made.row_source[slot] == SOURCES[fill]
     counts = count_sources(made)
     assert sum(counts.values()) == len(new)
     assert counts["kept"] == sum(a == b for a, b in zip(donor.mapping.ids, new.ids, strict=False))
@@ -211,5 +341,108 @@ def test_every_init(init: str) -> None:
     if init == "naive":
         assert torch.equal(made.drafter.lm_head.weight[:SLOTS], before)
         assert made.row_source is not None
-        assert set(made.row_source[SLOTS:]) == {FRESH}
+        assert set(made.row_source[SLOTS:]) == {SOURCES["fresh"]}
     assert made.record["init"] == init
+
+
+def heads(linear: bool) -> tuple[Shared, torch.Tensor, torch.Tensor]:
+    """Shared rows, wanted target rows, and what the donor's rows for them would be, under a known relation."""
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.randn(400, HIDDEN, generator=generator)
+    turn = torch.randn(HIDDEN, HIDDEN, generator=generator) if linear else 0.3 * torch.eye(HIDDEN)
+    donor = rows @ turn + (2.0 if linear else 0.0)
+    return Shared(donor[:300], rows, torch.arange(300)), rows[300:], donor[300:]
+
+
+def test_fills_recover_the_relation_that_they_assume() -> None:
+    shared, wanted, truth = heads(linear=False)
+    assert torch.allclose(fill_rows("scaled", shared, wanted), truth, atol=1e-5)
+    assert torch.equal(fill_rows("target", shared, wanted), wanted)
+    assert not fill_rows("zero", shared, wanted).any()
+    assert torch.allclose(fill_rows("mean", shared, wanted)[7], shared.donor.mean(0))
+    shared, wanted, truth = heads(linear=True)
+    error = {kind: float((fill_rows(kind, shared, wanted) - truth).norm() / truth.norm()) for kind in FILLS}
+    assert error["fitted"] < 0.01
+    assert min(error, key=error.__getitem__) == "fitted"
+
+
+def test_a_fit_ignores_noise_rather_than_follow_it() -> None:
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(60, HIDDEN, generator=generator)
+    noise = Shared(torch.randn(60, HIDDEN, generator=generator), rows, torch.arange(60))
+    wanted = torch.randn(50, HIDDEN, generator=generator)
+    assert float(fill_rows("fitted", noise, wanted).square().mean()) < 1.5
+
+
+def test_the_donors_own_ids_teach_the_fit_even_if_the_new_mapping_lacks_them() -> None:
+    donor = some_checkpoint(0)
+    free = np.setdiff1d(np.arange(VOCAB), donor.mapping.ids)
+    made = remap(donor, Mapping(free, VOCAB), "scaled", HEAD)
+    assert made.drafter.lm_head.weight.abs().sum() > 0
+
+
+def test_no_shared_id_leaves_nothing_to_fit() -> None:
+    nothing = Shared(torch.zeros(0, HIDDEN), HEAD, torch.zeros(0, dtype=torch.int64))
+    with pytest.raises(RedraftError, match="zero or target"):
+        fill_rows("fitted", nothing, HEAD[:3])
+
+
+def test_heads_are_compared_row_by_row() -> None:
+    ids = np.array([5, 1, 7])
+    found = compare_heads(2 * HEAD[ids], HEAD, ids)
+    assert found["norm_ratio"] == pytest.approx(2, abs=1e-4)
+    assert found["cosine"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("fill", list(FILLS))
+def test_a_checkpoint_remapped_on_disk_is_the_one_remapped_in_memory(fill: str, folder: Path, tmp_path: Path) -> None:
+    donor, new = some_checkpoint(), some_mapping(3, slots=SLOTS + 4)
+    target = save_target(llama(), tmp_path / "target")
+    rows = remap_folder(folder, new, fill, target, tmp_path / "out")
+    made, kept = read_checkpoint(tmp_path / "out"), remap(donor, new, fill, read_ends(target).head)
+    assert made.mapping.hash == new.hash
+    assert rows == count_sources(kept)
+    assert made.row_source is not None
+    assert list(made.row_source) == list(kept.row_source if kept.row_source is not None else [])
+    for name, tensor in kept.drafter.state_dict().items():
+        assert torch.allclose(made.drafter.state_dict()[name], tensor, rtol=1e-2, atol=1e-2), name
+        if name != "lm_head.weight":
+            assert torch.equal(made.drafter.state_dict()[name], tensor), name
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == {**json.loads((folder / "config.json").read_text()), "draft_vocab_size": SLOTS + 4}
+
+
+def test_a_full_vocabulary_is_cut_to_a_reduced_one_and_back(tmp_path: Path) -> None:
+    whole, new = some_checkpoint(slots=VOCAB), some_mapping(3)
+    write_checkpoint(tmp_path / "full", whole, AUX)
+    remap_folder(tmp_path / "full", new, "zero", None, tmp_path / "cut")
+    remap_folder(tmp_path / "cut", whole.mapping, "mean", None, tmp_path / "back")
+    back = read_checkpoint(tmp_path / "back").drafter.lm_head.weight
+    assert torch.equal(back[new.ids], whole.drafter.lm_head.weight[new.ids])
+
+
+@pytest.mark.parametrize(
+    ("mapping", "fill", "named"),
+    [(some_mapping(3), "scaled", "reads the target's head"), (some_mapping(3, vocab=VOCAB + 1), "zero", "V = 97")],
+)
+def test_a_remap_that_cannot_be_leaves_nothing(
+    mapping: Mapping, fill: str, named: str, folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RedraftError, match=named):
+        remap_folder(folder, mapping, fill, None, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "layers", "named"),
+    [
+        ({"hidden_size": HIDDEN + 4}, AUX, "hidden size"),
+        ({"vocab_size": VOCAB + 1}, AUX, "another target"),
+        ({}, (2, 4, 6), "other layers"),
+    ],
+)
+def test_a_donor_must_fit_the_target(target: dict[str, int], layers: tuple[int, ...], named: str, folder: Path) -> None:
+    fits = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "model_type": "llama"}
+    assert same_weights(some_checkpoint(), read_donor(folder, SimpleNamespace(**fits), AUX))
+    with pytest.raises(RedraftError, match=named):
+        read_donor(folder, SimpleNamespace(**{**fits, **target}), layers)

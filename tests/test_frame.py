@@ -119,6 +119,11 @@ def test_one_parent_with_a_child_for_each_stage(workspace: Path) -> None:
     history = client.get_metric_history(children["train"].info.run_id, "train/loss")
     assert [(point.step, point.value) for point in history] == [(1, 3.0), (2, 2.0)]
     assert {found.info.status for found in runs} == {"FINISHED"}
+    run("vocab", lambda _: result)
+    run("train", lambda _: result)
+    runs = client.search_runs([experiment.experiment_id])
+    assert len([found for found in runs if track.PARENT_TAG in found.data.tags]) == 2
+    assert len(runs) == 6
 
 
 def test_a_failed_stage_is_a_failed_run(workspace: Path) -> None:

@@ -6,17 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import llama, some_checkpoint
+from conftest import HIDDEN, LAYERS, VOCAB, llama, save_target, some_checkpoint
 from test_step import literal_logits
+from transformers import MistralConfig, MistralForCausalLM
 
 from redraft.errors import RedraftError
 from redraft.serve.acceptance import Acceptance
 from redraft.serve.engine import Generation, Margin
 from redraft.serve.load import interleave, summarize
-from redraft.serve.open import stop_ids
 from redraft.serve.probe import compare, require_acceptance, require_lossless
 from redraft.serve.torch_engine import TorchEngine
-from redraft.target.model import Target
+from redraft.target.chat import load_tokenizer, stop_ids
+from redraft.target.model import Target, load_target
 
 NEVER = frozenset([-1])
 PROMPTS = [[5, 9, 31, 7], [80, 2, 2], [40], list(range(10, 30))]
@@ -90,7 +91,7 @@ def test_margin_is_the_gap_of_two_logits(target: Target) -> None:
 
 
 def test_stop_ids_are_those_of_tokenizer_and_generation_config(tiny_folder: Path) -> None:
-    assert stop_ids(tiny_folder) == {2}
+    assert stop_ids(tiny_folder, load_tokenizer(tiny_folder)) == {2}
 
 
 @dataclass
@@ -118,7 +119,7 @@ class Scripted:
 
 
 def answer(ids: list[int], seconds: float = 1.0, first: float = 0.1, accepted: Sequence[int] = ()) -> Generation:
-    return Generation(ids, seconds, first, "length", list(accepted))
+    return Generation(ids, seconds, first, "length", list(accepted), len(accepted))
 
 
 def test_a_near_tie_is_counted_and_any_other_difference_fails() -> None:
@@ -150,7 +151,7 @@ def test_the_bench_takes_turns_and_computes_its_figures() -> None:
     engines = {0: plain, 2: draft}
     answers = interleave(engines, [[0], [1], [2]], 11)  # type: ignore[arg-type]
     assert (len(answers[0]), len(answers[2])) == (3, 3)
-    found = summarize(engines, answers)  # type: ignore[arg-type]
+    found = summarize(answers)  # type: ignore[arg-type]
     assert found["baseline"] == {
         "tokens_per_second": 10.0,
         "first_token_ms": 100.0,
@@ -168,5 +169,27 @@ def test_a_ratio_below_one_is_told_as_plainly(seconds: float, word: str) -> None
     plain = Scripted([answer([1] * 11, seconds=1.1)])
     draft = Scripted([answer([1] * 11, seconds=seconds, accepted=[1] * 5)], spec_steps=2)
     engines = {0: plain, 2: draft}
-    found = summarize(engines, interleave(engines, [[0]], 11))  # type: ignore[arg-type]
+    found = summarize(interleave(engines, [[0]], 11))  # type: ignore[arg-type]
     assert found["verdict"].startswith(word)
+
+
+def test_a_sliding_window_keeps_what_a_rejected_draft_pushed_out(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=8,
+        initializer_range=0.3,
+        eos_token_id=None,
+    )
+    target = load_target(save_target(MistralForCausalLM(config), tmp_path), dtype="fp32", device="cpu")
+    plain = TorchEngine(target, None, 0, NEVER)
+    for steps in (1, 3):
+        engine = TorchEngine(target, some_checkpoint(2), steps, NEVER)
+        for prompt in PROMPTS:
+            assert engine.generate(prompt, 24).ids == plain.generate(prompt, 24).ids

@@ -136,7 +136,9 @@ def test_the_head_may_come_as_draft_rows_with_the_argmax() -> None:
     ids = torch.from_numpy(checkpoint.mapping.ids)
     greedy = (batch["target_hidden"] @ HEAD.T).argmax(-1)
     with torch.no_grad():
-        rows = ttt_step(checkpoint.drafter, ids, **batch, embed=EMBED, head=HEAD[ids], steps=STEPS, greedy=greedy)
+        rows = ttt_step(
+            checkpoint.drafter, ids, **batch, embed=EMBED, head=HEAD, steps=STEPS, greedy=greedy, draft_head=HEAD[ids]
+        )
     assert torch.equal(whole.correct, rows.correct)
     assert torch.equal(whole.in_vocab, rows.in_vocab)
     assert torch.allclose(whole.losses, rows.losses, atol=1e-6)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from conftest import HIDDEN, LAYERS, VOCAB, deepseek, deepseek_config, llama, save_target
 from safetensors.torch import load_file, save_file
-from transformers import Kimi_K25Config, Kimi_K25ForConditionalGeneration
+from transformers import CohereConfig, CohereForCausalLM, Kimi_K25Config, Kimi_K25ForConditionalGeneration
 
 from redraft.errors import RedraftError
 from redraft.params import TargetParams
+from redraft.serve.torch_engine import TorchEngine
 from redraft.target.chat import (
     byte_ids,
     decodable_ids,
@@ -20,9 +21,11 @@ from redraft.target.chat import (
     read_chats,
     show_sample,
     special_ids,
+    stop_ids,
     tokenize,
 )
 from redraft.target.model import Target, default_aux_layers, load_target, read_ends
+from redraft.target.regenerate import regenerate
 from redraft.target.sources import checkout, make_target, weights_folder
 
 
@@ -183,10 +186,16 @@ def test_special_and_byte_tokens_are_found(tiny_folder: Path) -> None:
         assert len(tokenizer(marker, add_special_tokens=False)["input_ids"]) == 1
 
 
+def test_a_line_separator_inside_an_answer_ends_no_line(tmp_path: Path) -> None:
+    chat = {"id": "a", "messages": [{"role": "user", "content": "one\u2028two\u0085three"}]}
+    (tmp_path / "x.jsonl").write_text(json.dumps(chat, ensure_ascii=False) + "\n")
+    assert read_chats(tmp_path / "x.jsonl") == [chat]
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("", "0 lines"),
+        ("", "line 1"),
         ("{", "line 1"),
         ('{"id": "a"}', "messages"),
         ('{"id": "a", "messages": []}\n{"id": "a", "messages": []}', "1 ids"),
@@ -196,3 +205,40 @@ def test_a_corpus_that_cannot_be_read_names_the_line(text: str, named: str, tmp_
     (tmp_path / "x.jsonl").write_text(text)
     with pytest.raises(RedraftError, match=named):
         read_chats(tmp_path / "x.jsonl")
+
+
+def test_regenerated_answers_are_the_targets_own(tiny_folder: Path) -> None:
+    chats = read_chats(Path(__file__).parent.parent / "data" / "tiny" / "train.jsonl")[:5]
+    tokenizer, target = load_tokenizer(tiny_folder), load_target(tiny_folder, dtype="fp32", device="cpu")
+    stop = stop_ids(tiny_folder, tokenizer)
+    made = list(regenerate(target, tokenizer, chats, stop=stop, max_new_tokens=40, batch=2))
+    assert [chat["id"] for chat in made] == [chat["id"] for chat in chats]
+    for chat in made:
+        assert [message["role"] for message in chat["messages"]] == ["user", "assistant"]
+        engine = TorchEngine(target, None, 0, stop)
+        own = engine.generate(prompt_ids(tokenizer, chat["messages"][:1]), 40).ids
+        assert chat["messages"][1]["content"] == tokenizer.decode([token for token in own if token not in stop]).strip()
+
+
+def test_a_head_that_is_more_than_a_matrix_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = CohereConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        logit_scale=0.0625,
+    )
+    save_target(CohereForCausalLM(config), tmp_path)
+    with pytest.raises(RedraftError, match="logit_scale"):
+        load_target(tmp_path)
+
+
+def test_the_embedding_of_a_prediction_layer_is_not_the_targets(llama_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama_folder, tmp_path / "copy")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.8.embed_tokens.weight"] = torch.ones(VOCAB, HIDDEN)
+    save_file(tensors, folder / "model.safetensors")
+    assert torch.equal(read_ends(folder).embed, read_ends(llama_folder).embed)

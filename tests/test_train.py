@@ -8,13 +8,14 @@ from accelerate.state import AcceleratorState
 from conftest import some_checkpoint
 from test_hidden import PARAMS, corpus_of
 
+from redraft.drafter.fill import FILLS
 from redraft.errors import RedraftError
 from redraft.hidden.extract import extract, target_hash
 from redraft.hidden.store import HiddenStates
 from redraft.params import FitParams
 from redraft.target.model import Ends, Target, read_ends
 from redraft.train.loop import fit, lr_factor
-from redraft.train.measure import first_steps
+from redraft.train.measure import _half_width, best_fill, first_steps
 
 FIT = FitParams(lr=2e-3, epochs=30, batch_tokens=64, row_tokens=64, precision="fp32", warmup=0.1)
 
@@ -53,6 +54,12 @@ def test_training_learns_and_is_the_same_twice(states: dict[str, HiddenStates], 
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_before_and_after_are_measured_in_the_same_precision(states: dict[str, HiddenStates], ends: Ends) -> None:
+    params = FIT.model_copy(update={"precision": "bf16", "lr": 1e-30, "epochs": 1})
+    fitted = fit(some_checkpoint(1), ends, states["train"], states["heldout"], params)
+    assert fitted.start == fitted.heldout
+
+
 def test_a_fraction_of_a_pass_stops_within_it(states: dict[str, HiddenStates], ends: Ends) -> None:
     rows = 3
     fitted = fit(
@@ -79,8 +86,22 @@ def test_another_world_size_than_asked_stops(states: dict[str, HiddenStates], en
 def test_the_first_step_table_has_every_option(states: dict[str, HiddenStates], ends: Ends) -> None:
     donor = some_checkpoint(1)
     table = first_steps(donor, some_checkpoint(3).mapping, ends, states["heldout"], FIT)
-    assert table.keys() == {"naive", "keep_donor_vocab", "remap_zero", "remap_target", "scratch"}
+    assert table.keys() == {"naive", "keep_donor_vocab", "scratch", *(f"remap_{fill}" for fill in FILLS)}
+    losses = {fill: table[f"remap_{fill}"]["loss"] for fill in FILLS}
+    assert losses[best_fill(table)] == min(losses.values())
+    assert all(row["loss_interval"] > 0 for row in table.values())
     assert table["remap_zero"]["positions"] == table["naive"]["positions"] > 0
     same = first_steps(donor, donor.mapping, ends, states["heldout"], FIT)
     for option in ("naive", "remap_zero", "remap_target"):
         assert same[option] == same["keep_donor_vocab"]
+
+
+def test_intervals_cover_the_mean_of_the_whole_95_times_in_100() -> None:
+    generator = torch.Generator().manual_seed(0)
+    covered = 0
+    for _ in range(400):
+        counts = torch.randint(5, 40, (60,), generator=generator).double()
+        level = 3 + torch.randn(60, generator=generator, dtype=torch.float64)  # what the positions of a row share
+        sums = counts * level + counts.sqrt() * torch.randn(60, generator=generator, dtype=torch.float64)
+        covered += abs(float(sums.sum() / counts.sum()) - 3) <= _half_width(torch.stack([sums, counts]))
+    assert 0.90 <= covered / 400 <= 0.98

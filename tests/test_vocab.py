@@ -79,7 +79,7 @@ def pairs(draw: st.DrawFn) -> tuple[Mapping, Mapping]:
 def test_the_audit_counts_what_sets_count(pair: tuple[Mapping, Mapping]) -> None:
     donor, new = pair
     counts = np.arange(donor.vocab_size)
-    found = audit(donor, new, counts, counts)
+    found = audit(donor, new, counts={"x": counts}, special={0: "zero"}, single_bytes={0})
     one, two = list(donor.ids), list(new.ids)
     assert found.shared == len(set(one) & set(two))
     assert found.same_slot == sum(a == b for a, b in zip(one, two, strict=False))
@@ -89,7 +89,10 @@ def test_the_audit_counts_what_sets_count(pair: tuple[Mapping, Mapping]) -> None
     if divergence is None and len(one) != len(two):
         divergence = min(len(one), len(two))
     assert found.first_divergence == divergence
-    assert found.coverage_donor == coverage(donor, counts)
+    assert found.differing_slots + found.same_slot == len(two)
+    assert found.coverage["x"]["donor"] == pytest.approx(coverage(donor, counts), abs=1e-6)
+    assert found.tokens["byte"] == {"donor": 0 in one, "new": 0 in two, "neither": 0 not in one + two, "all": 1}
+    assert ("lacks these special tokens" in found.verdict) == (0 not in one)
     moved = [two.index(number) - one.index(number) for number in set(one) & set(two)]
     assert found.drift_max == max(map(abs, moved), default=0)
     assert all(row["moved"] == two.index(one[int(row["slot"])]) - row["slot"] for row in drift_curve(donor, new))
@@ -99,13 +102,13 @@ def test_the_audit_counts_what_sets_count(pair: tuple[Mapping, Mapping]) -> None
 
 def test_another_target_vocabulary_is_refused() -> None:
     with pytest.raises(RedraftError, match="another vocabulary"):
-        audit(Mapping(np.arange(4), 8), Mapping(np.arange(4), 9), np.zeros(9), np.zeros(9))
+        audit(Mapping(np.arange(4), 8), Mapping(np.arange(4), 9))
 
 
 def test_one_id_lost_shifts_all_that_follow() -> None:
     donor, new = Mapping(np.array([10, 20, 30, 40]), 64), Mapping(np.array([10, 25, 30, 50]), 64)
-    found = audit(donor, new, np.ones(64, np.int64), np.ones(64, np.int64))
+    found = audit(donor, new)
     assert (found.same_slot, found.moved, found.donor_only, found.new_only) == (2, 0, 2, 2)
-    found = audit(donor, Mapping(np.array([10, 20, 25, 30]), 64), np.ones(64, np.int64), np.ones(64, np.int64))
+    found = audit(donor, Mapping(np.array([10, 20, 25, 30]), 64))
     assert (found.same_slot, found.moved, found.first_divergence) == (2, 1, 2)
     assert "nothing is scrambled" in found.verdict

@@ -13,7 +13,7 @@ from redraft.errors import RedraftError
 
 def _regenerate(arguments: argparse.Namespace) -> None:
     from redraft.params import load_profile
-    from redraft.target.chat import load_tokenizer, read_chats
+    from redraft.target.chat import load_tokenizer, read_chats, stop_ids
     from redraft.target.model import load_target
     from redraft.target.regenerate import regenerate
     from redraft.target.sources import make_target
@@ -28,10 +28,87 @@ def _regenerate(arguments: argparse.Namespace) -> None:
         trust = profile.target.trust_remote_code
         target = load_target(folder, dtype="bf16", trust_remote_code=trust)
         tokenizer = load_tokenizer(folder, trust)
-        limits = {"max_new_tokens": arguments.max_new_tokens, "batch": arguments.batch}
-        lines = [json.dumps(chat, ensure_ascii=False) for chat in regenerate(target, tokenizer, chats, **limits)]
+        answered = regenerate(
+            target,
+            tokenizer,
+            chats,
+            stop=stop_ids(folder, tokenizer),
+            max_new_tokens=arguments.max_new_tokens,
+            batch=arguments.batch,
+        )
+        lines = [json.dumps(chat, ensure_ascii=False) for chat in answered]
     atomic.write_text(arguments.output, "\n".join(lines) + "\n")
     print(f"{len(lines)} chats in {arguments.output}")
+
+
+def _audit(arguments: argparse.Namespace) -> None:
+    from redraft.vocab.audit import audit, drift_curve
+    from redraft.vocab.describe import describe, describe_one
+    from redraft.vocab.read import read_mapping
+
+    one = read_mapping(arguments.a, arguments.revision)
+    two = read_mapping(arguments.b, arguments.revision) if arguments.b else one
+    special: dict[int, str] = {}
+    single_bytes: set[int] = set()
+    counts = None
+    if arguments.target:
+        from redraft.target.chat import byte_ids, load_tokenizer, special_tokens
+
+        tokenizer = load_tokenizer(arguments.target, arguments.trust_remote_code)
+        special, single_bytes = special_tokens(tokenizer), byte_ids(tokenizer)
+    if arguments.corpus:
+        from redraft.hidden.corpus import read_corpus
+        from redraft.vocab.build import count_tokens
+
+        corpus = read_corpus(arguments.corpus)
+        ids, mask = corpus.input_ids.numpy(), corpus.loss_mask.numpy()
+        counts = {arguments.corpus.stem: count_tokens(ids, mask, two.vocab_size)}
+    found = audit(one, two, counts=counts, special=special, single_bytes=single_bytes)
+    if arguments.plot:
+        from redraft.report.plots import drift, save_svg
+
+        save_svg(arguments.plot, drift(drift_curve(one, two)))
+    if arguments.json:
+        print(json.dumps({"a": arguments.a, "b": arguments.b, **found.metrics()}, indent=2))
+    else:
+        print(describe(found, arguments.a, arguments.b) if arguments.b else describe_one(one, found, arguments.a))
+
+
+def _remap(arguments: argparse.Namespace) -> None:
+    from redraft.drafter.remap import remap_folder
+    from redraft.target.sources import checkout
+    from redraft.vocab.read import read_mapping
+
+    if arguments.fill == "auto":
+        raise RedraftError(
+            "`auto` compares first-step losses, which need hidden states.",
+            where="--fill",
+            found="auto",
+            fix="choose a fill, or let the pipeline's remap stage choose (fill: auto in params.yaml)",
+        )
+    donor, new = checkout(arguments.donor, arguments.revision), read_mapping(arguments.vocab)
+    rows = remap_folder(donor, new, arguments.fill, arguments.target, arguments.output)
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return
+    print(f"{len(new):,} head rows in {arguments.output}:")
+    print("\n".join(f"  {number:>9,}  {name}" for name, number in rows.items() if number))
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from redraft.drafter.checkpoint import export_speculators, read_checkpoint
+
+    checkpoint = read_checkpoint(arguments.checkpoint)
+    layers = checkpoint.record.get("aux_layers") or arguments.aux_layers
+    if not layers:
+        raise RedraftError(
+            "The drafter does not say which layers feed it.",
+            where=arguments.checkpoint / "redraft.json",
+            expected="aux_layers",
+            fix="give --aux-layers, as inputs of layers, for example 2 30 58",
+        )
+    export_speculators(arguments.output, checkpoint, tuple(layers), arguments.target)
+    print(f"{arguments.output}: aux layers {list(layers)} as inputs of layers, every norm flag false")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,6 +124,32 @@ def _parser() -> argparse.ArgumentParser:
     answer.add_argument("--max-new-tokens", type=int, default=160, help="longest answer, tokens (default %(default)s)")
     answer.add_argument("--batch", type=int, default=40, help="prompts at once (default %(default)s)")
     answer.set_defaults(run=_regenerate)
+    check = commands.add_parser("audit", help="compare two draft vocabularies: do they agree, and what follows?")
+    place = "a checkpoint folder, a safetensors file, a hub id, or artifacts/vocab"
+    check.add_argument("a", metavar="A", help=f"the donor: {place}")
+    check.add_argument("b", metavar="B", nargs="?", help="the new vocabulary: likewise")
+    check.add_argument("--target", type=Path, help="the target's folder: names its special tokens")
+    check.add_argument("--corpus", type=Path, help="a tokenised corpus (artifacts/corpus/train.safetensors): coverage")
+    check.add_argument("--revision", help="commit of a hub id")
+    check.add_argument("--trust-remote-code", action="store_true", help="let the target's own tokenizer code run")
+    check.add_argument("--json", action="store_true", help="print JSON")
+    check.add_argument("--plot", type=Path, help="draw the drift of shared ids to this SVG")
+    check.set_defaults(run=_audit)
+    carry = commands.add_parser("remap", help="carry a drafter's head to another draft vocabulary")
+    carry.add_argument("donor", metavar="DONOR", help="a checkpoint folder or a hub id")
+    carry.add_argument("--vocab", required=True, help=f"the new vocabulary: {place}")
+    carry.add_argument("--fill", default="zero", help="rows that the donor lacks: zero, mean, target, scaled or fitted")
+    carry.add_argument("--target", type=Path, help="the target's folder; every fill but zero and mean reads its head")
+    carry.add_argument("--output", type=Path, required=True, help="folder to write")
+    carry.add_argument("--revision", help="commit of a hub id")
+    carry.add_argument("--json", action="store_true", help="print JSON")
+    carry.set_defaults(run=_remap)
+    export = commands.add_parser("export", help="write a drafter in the form of speculators and vLLM")
+    export.add_argument("checkpoint", type=Path, help="a drafter's folder, for example artifacts/drafter")
+    export.add_argument("--target", required=True, help="name or path of the target, written into the configuration")
+    export.add_argument("--output", type=Path, required=True, help="folder to write")
+    export.add_argument("--aux-layers", type=int, nargs=3, help="inputs of layers, if redraft.json does not say")
+    export.set_defaults(run=_export)
     return parser
 
 

@@ -244,8 +244,8 @@ class Params(_Section):
     """Name of a file in `profiles/`."""
     init: Literal["remap", "keep_donor_vocab", "naive", "scratch"]
     """What training starts from; `naive` exists to show the fault."""
-    fill: Literal["zero", "target"]
-    """Head rows that the donor lacks: zeros, or the target's own rows."""
+    fill: Literal["zero", "mean", "target", "scaled", "fitted", "auto"]
+    """Head rows that the donor lacks, see `redraft.drafter.fill`; `auto` takes the lowest first-step loss."""
     lr: Annotated[float, Field(gt=0)]
     """Peak learning rate of AdamW."""
     epochs: Annotated[float, Field(gt=0)]

@@ -149,9 +149,11 @@ def _parent(client: Any, tracked: StageRun, store: Path) -> str:
     artifacts = None if os.environ.get("MLFLOW_TRACKING_URI") else (store / "mlartifacts").as_uri()
     experiment = found.experiment_id if found else client.create_experiment(name, artifact_location=artifacts)
     key = pipeline_key(tracked.params)
-    runs = client.search_runs([experiment], f"tags.`{PARENT_TAG}` = '{key}'", max_results=1)
-    if runs:
-        return runs[0].info.run_id
+    # a stage that already has a child began a run anew: the same commit and params, run once more
+    for run in client.search_runs([experiment], f"tags.`{PARENT_TAG}` = '{key}'", max_results=1):
+        mine = f"tags.`mlflow.parentRunId` = '{run.info.run_id}' and tags.stage = '{tracked.name}'"
+        if not any(child.info.status == "FINISHED" for child in client.search_runs([experiment], mine)):
+            return run.info.run_id
     tags = {
         PARENT_TAG: key,
         "git.commit": _git("rev-parse", "HEAD"),

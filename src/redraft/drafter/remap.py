@@ -2,17 +2,21 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from redraft.drafter.checkpoint import Checkpoint
+from redraft.drafter.checkpoint import Checkpoint, read_parts, write_parts
+from redraft.drafter.fill import Shared, fill_rows
 from redraft.drafter.model import Drafter
+from redraft.errors import RedraftError
+from redraft.target.model import read_ends
 from redraft.vocab.mapping import Mapping
 
-ZERO, TARGET, FRESH = -1, -2, -3
-"""Row sources below 0; a source of 0 or more is the donor's slot."""
+SOURCES = {"zero": -1, "target": -2, "fresh": -3, "mean": -4, "scaled": -5, "fitted": -6}
+"""Row sources below 0: a fill, or fresh random weights. A source of 0 or more is the donor's slot."""
 
 
 def remap(donor: Checkpoint, mapping: Mapping, fill: str, target_head: Tensor) -> Checkpoint:
@@ -21,20 +25,69 @@ def remap(donor: Checkpoint, mapping: Mapping, fill: str, target_head: Tensor) -
     Args:
         donor: the donor; not changed.
         mapping: the new mapping, over the same V.
-        fill: rows the donor lacks: `zero`, or `target` (the target's own head row).
+        fill: rows the donor lacks: a key of `redraft.drafter.fill.FILLS`.
         target_head: [V, H].
 
     Returns:
         The remapped drafter; every other weight is the donor's.
+
+    Raises:
+        RedraftError: a fill that needs shared ids, without any.
     """
-    source = donor.mapping.slots[mapping.ids]
-    held = torch.from_numpy(source >= 0)
-    weight = torch.zeros(len(mapping), donor.drafter.config.hidden_size)
-    weight[held] = donor.drafter.lm_head.weight.detach()[source[source >= 0]]
-    if fill == "target":
-        weight[~held] = target_head[mapping.ids[source < 0]].float()
-    source = np.where(source >= 0, source, TARGET if fill == "target" else ZERO)
+    rows = donor.drafter.lm_head.weight.detach()
+    weight, source = carry_head(rows, donor.mapping, mapping, fill, target_head)
     return _with_head(donor, mapping, weight, source)
+
+
+def carry_head(
+    rows: Tensor, donor: Mapping, new: Mapping, fill: str, target_head: Tensor | None
+) -> tuple[Tensor, np.ndarray]:
+    """The head for `new`, [N, H] in the dtype of `rows`, and where each row came from, int64 [N].
+
+    Args:
+        rows: the donor's head, [N of the donor, H].
+        donor: its mapping.
+        new: the mapping wanted.
+        fill: see `remap`.
+        target_head: [V, H]; `zero` and `mean` do without.
+    """
+    source = donor.slots[new.ids]
+    held = torch.from_numpy(source >= 0)
+    missing = torch.from_numpy(new.ids[source < 0])
+    head = target_head if target_head is not None else rows.new_empty(1, rows.shape[1]).expand(new.vocab_size, -1)
+    weight = rows.new_empty(len(new), rows.shape[1])
+    weight[held] = rows[torch.from_numpy(source[source >= 0])]
+    weight[~held] = fill_rows(fill, Shared(rows, head, torch.from_numpy(donor.ids)), head[missing]).to(rows.dtype)
+    return weight, np.where(source >= 0, source, SOURCES[fill])
+
+
+def remap_folder(donor: Path, new: Mapping, fill: str, target: Path | None, out: Path) -> dict[str, int]:
+    """Remap a whole checkpoint on disk, its other tensors copied as they are; the sources of the head's rows.
+
+    Nothing but the head is held in memory: the other tensors stay mapped. See `remap` for the arguments.
+
+    Raises:
+        RedraftError: a donor that cannot be read, another V, or a fill that needs a target without one.
+    """
+    parts = read_parts(donor)
+    if parts.mapping.vocab_size != new.vocab_size:
+        raise RedraftError(
+            "Donor and new vocabulary belong to different targets.",
+            where=donor,
+            expected=f"V = {new.vocab_size}",
+            found=f"V = {parts.mapping.vocab_size}",
+        )
+    if target is None and fill not in ("zero", "mean"):
+        raise RedraftError(
+            "This fill reads the target's head.", where="--fill", found=fill, fix="give --target, or fill zero or mean"
+        )
+    head = read_ends(target).head if target is not None else None
+    weight, source = carry_head(parts.tensors["lm_head.weight"], parts.mapping, new, fill, head)
+    tensors = {**parts.tensors, "lm_head.weight": weight}
+    rows = sources(source)
+    record = {"init": "remap", "fill": fill, "rows": rows, "donor_mapping": parts.mapping.hash}
+    write_parts(out, replace(parts, tensors=tensors, mapping=new), record, source)
+    return rows
 
 
 def initial(init: str, fill: str, donor: Checkpoint, mapping: Mapping, target_head: Tensor, seed: int) -> Checkpoint:
@@ -57,16 +110,20 @@ def initial(init: str, fill: str, donor: Checkpoint, mapping: Mapping, target_he
         made = _naive(donor, mapping, seed)
     else:
         config = replace(donor.drafter.config, draft_vocab_size=len(mapping))
-        made = Checkpoint(Drafter.fresh(config, seed), mapping, row_source=np.full(len(mapping), FRESH))
+        made = Checkpoint(Drafter.fresh(config, seed), mapping, row_source=np.full(len(mapping), SOURCES["fresh"]))
     made.record = {"init": init, "fill": fill if init == "remap" else None, "rows": count_sources(made)}
     return made
 
 
 def count_sources(checkpoint: Checkpoint) -> dict[str, int]:
-    """How many head rows were kept in place, moved, and filled from where."""
+    """`sources` of a checkpoint's head."""
     assert checkpoint.row_source is not None
-    source = checkpoint.row_source
-    names = {ZERO: "zero", TARGET: "target", FRESH: "fresh"}
+    return sources(checkpoint.row_source)
+
+
+def sources(source: np.ndarray) -> dict[str, int]:
+    """How many head rows were kept in place, moved, and filled from where."""
+    names = {number: name for name, number in SOURCES.items()}
     kept = int((source == np.arange(len(source))).sum())
     filled = Counter(names[value] for value in source[source < 0].tolist())
     return {"kept": kept, "moved": int((source >= 0).sum()) - kept, **{name: filled[name] for name in names.values()}}
@@ -78,7 +135,7 @@ def _naive(donor: Checkpoint, mapping: Mapping, seed: int) -> Checkpoint:
     weight = fresh.lm_head.weight.detach().clone()
     weight[:rows] = donor.drafter.lm_head.weight.detach()[:rows]
     slots = np.arange(len(mapping))
-    return _with_head(donor, mapping, weight, np.where(slots < rows, slots, FRESH))
+    return _with_head(donor, mapping, weight, np.where(slots < rows, slots, SOURCES["fresh"]))
 
 
 def _with_head(donor: Checkpoint, mapping: Mapping, weight: Tensor, source: np.ndarray) -> Checkpoint:

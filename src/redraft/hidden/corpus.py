@@ -80,15 +80,13 @@ def gather(samples: dict[str, Sample], identity: dict[str, Any], max_dropped: fl
             cause="`truncated`: corpus.max_length cuts the answer off; `no answer`: no assistant turn; `boundary`: the "
             "template's header is not followed by a token boundary",
         )
-    lengths = torch.tensor([0, *(len(sample.ids) for sample in kept.values())])
-    corpus = Corpus(
-        torch.tensor([token for sample in kept.values() for token in sample.ids], dtype=torch.int32),
-        torch.tensor([flag for sample in kept.values() for flag in sample.mask], dtype=torch.uint8),
-        lengths.cumsum(0),
-        list(kept),
-        identity,
-    )
-    return corpus, dropped
+    offsets = torch.tensor([0, *(len(sample.ids) for sample in kept.values())]).cumsum(0)
+    ids = torch.tensor([token for sample in kept.values() for token in sample.ids], dtype=torch.int32)
+    mask = torch.tensor([flag for sample in kept.values() for flag in sample.mask], dtype=torch.uint8)
+    content = hashlib.sha256()
+    for tensor in (offsets, ids, mask):
+        content.update(tensor.numpy().tobytes())
+    return Corpus(ids, mask, offsets, list(kept), {**identity, "content": content.hexdigest()}), dropped
 
 
 def write_corpus(path: Path, corpus: Corpus) -> None:

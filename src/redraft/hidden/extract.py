@@ -2,26 +2,29 @@
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from safetensors import safe_open
 from torch import Tensor
 
 from redraft import atomic
 from redraft.errors import RedraftError
+from redraft.hidden import store
 from redraft.hidden.corpus import Corpus
 from redraft.hidden.store import MANIFEST, ShardWriter, check_present, fingerprint, store_root, write_shard
 from redraft.params import ExtractParams, Profile
 from redraft.progress import counter
+from redraft.target import model as target_model
 from redraft.target.model import Target, load_target, read_ends
 from redraft.target.sources import RECORD, weights_folder
 
-FORMAT = 1
 Corpora = dict[str, Corpus]
+_CODE = (Path(__file__), Path(target_model.__file__), Path(store.__file__))
+"""What decides the content of a shard: an edit here is another fingerprint."""
 
 
 def target_hash(folder: Path) -> str:
@@ -54,7 +57,7 @@ def extract(target: Target, identity: str, corpora: Corpora, params: ExtractPara
         RedraftError: a sample extracted again alone differs by more than `params.tolerance`.
     """
     facts = {
-        "format": FORMAT,
+        "code": hashlib.sha256(b"".join(path.read_bytes() for path in _CODE)).hexdigest(),
         "target": identity,
         "aux_layers": list(target.aux_layers),
         "dtype": str(target.head.dtype).removeprefix("torch."),
@@ -66,13 +69,15 @@ def extract(target: Target, identity: str, corpora: Corpora, params: ExtractPara
     }
     name = fingerprint(facts)
     stored = store_root() / name / MANIFEST
-    if stored.is_file():
-        manifest = json.loads(stored.read_text())
-        if _complete(stored.parent, manifest):
-            return stored
-        shutil.rmtree(stored.parent)
-    manifest = {"fingerprint": name, **facts, "splits": {}}
-    with atomic.folder(stored.parent) as partial:
+    stored.parent.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(store_root() / f"{name}.lock"):  # experiments that run at the same time share the store
+        if not _complete(stored):
+            _write(target, corpora, params, stored.parent, {"fingerprint": name, **facts, "splits": {}})
+    return stored
+
+
+def _write(target: Target, corpora: Corpora, params: ExtractParams, folder: Path, manifest: dict[str, Any]) -> None:
+    with atomic.folder(folder) as partial:
         for split, corpus in corpora.items():
             writer = ShardWriter(partial, split, params.shard_mib * 2**20)
             for index, document in _run(target, corpus, params.batch_tokens, f"extract {split}"):
@@ -84,7 +89,6 @@ def extract(target: Target, identity: str, corpora: Corpora, params: ExtractPara
             manifest["diagnostic"] = write_shard(partial / "diagnostic.safetensors", tensors)
         manifest["recheck_difference"] = _recheck(target, corpora, manifest, partial, params)
         atomic.write_json(partial / MANIFEST, manifest)
-    return stored
 
 
 def summary(manifest: Path) -> dict[str, Any]:
@@ -108,11 +112,14 @@ def summary(manifest: Path) -> dict[str, Any]:
     }
 
 
-def _complete(folder: Path, manifest: dict[str, Any]) -> bool:
+def _complete(stored: Path) -> bool:
+    if not stored.is_file():
+        return False
+    manifest = json.loads(stored.read_text())
     entries = [entry for shards in manifest["splits"].values() for entry in shards]
     try:
         for entry in [*entries, *([manifest["diagnostic"]] if "diagnostic" in manifest else [])]:
-            check_present(folder / entry["file"], entry["bytes"])
+            check_present(stored.parent / entry["file"], entry["bytes"])
     except RedraftError:
         return False
     return True
@@ -194,21 +201,23 @@ def _recheck(target: Target, corpora: Corpora, manifest: dict[str, Any], folder:
     """
     worst = 0.0
     for split, corpus in corpora.items():
-        entry = manifest["splits"][split][-1]
-        with safe_open(folder / entry["file"], "pt") as file:
-            aux, offsets = file.get_tensor("aux"), file.get_tensor("offsets").tolist()
-        spread = max(1, len(entry["samples"]) // max(1, params.recheck))
-        for place, sample in list(enumerate(entry["samples"]))[::spread][: params.recheck]:
-            alone = forward(target, [corpus.document(corpus.samples.index(sample))])[0]["aux"].float()
-            written = aux[offsets[place] : offsets[place + 1]].float()
-            difference = float((alone - written).norm() / written.norm())
-            worst = max(worst, difference)
-            if difference > params.tolerance:
-                raise RedraftError(
-                    "A sample extracted alone differs from the same sample in a batch.",
-                    where=f"{split}: {sample}",
-                    expected=f"relative difference at most {params.tolerance}",
-                    found=f"{difference:.3g}",
-                    cause="states of another sample, or padding that leaks into attention",
-                )
+        places = [(entry, place) for entry in manifest["splits"][split] for place in range(len(entry["samples"]))]
+        spread = max(1, len(places) // max(1, params.recheck))  # over all lengths, so over all amounts of padding
+        for entry, place in places[spread // 2 :: spread][: params.recheck]:
+            sample = entry["samples"][place]
+            alone = forward(target, [corpus.document(corpus.samples.index(sample))])[0]
+            with safe_open(folder / entry["file"], "pt") as file:
+                start, end = file.get_tensor("offsets")[place : place + 2].tolist()
+                written = {kind: file.get_slice(kind)[start:end].float() for kind in ("aux", "final")}
+            for kind, states in written.items():
+                difference = float((alone[kind].float() - states).norm() / states.norm())
+                worst = max(worst, difference)
+                if difference > params.tolerance:
+                    raise RedraftError(
+                        "A sample extracted alone differs from the same sample in a batch.",
+                        where=f"{split}: {sample}, {kind}",
+                        expected=f"relative difference at most {params.tolerance}",
+                        found=f"{difference:.3g}",
+                        cause="states of another sample, or padding that leaks into attention",
+                    )
     return worst

@@ -6,6 +6,7 @@ experiments share shards and nothing hashes terabytes. Tensors of a shard, T tok
 to high), `final` bf16 [T, H] (after the final norm), `greedy` int32 [T] (the target's argmax for the next token).
 """
 
+import bisect
 import hashlib
 import itertools
 import json
@@ -168,13 +169,13 @@ def check_present(path: Path, size: int) -> None:
 
 
 def pack(lengths: list[int], row_tokens: int) -> list[list[int]]:
-    """Pack documents into rows of at most `row_tokens` tokens, first fit by falling length; none is split.
+    """Pack documents into rows of at most `row_tokens` tokens, best fit by falling length; none is split.
 
     Raises:
         RedraftError: a document is longer than a row.
     """
     rows: list[list[int]] = []
-    free: list[int] = []
+    free: list[tuple[int, int]] = []  # (tokens left, row), ascending
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         if lengths[index] > row_tokens:
             raise RedraftError(
@@ -183,12 +184,12 @@ def pack(lengths: list[int], row_tokens: int) -> list[list[int]]:
                 expected=f"at least {lengths[index]}",
                 found=row_tokens,
             )
-        row = next((row for row, space in enumerate(free) if space >= lengths[index]), len(rows))
+        place = bisect.bisect_left(free, (lengths[index], -1))
+        space, row = free.pop(place) if place < len(free) else (row_tokens, len(rows))
         if row == len(rows):
             rows.append([])
-            free.append(row_tokens)
         rows[row].append(index)
-        free[row] -= lengths[index]
+        bisect.insort(free, (space - lengths[index], row))
     return rows
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.params import Params
-from redraft.report.plots import bars, lines, save_svg
+from redraft.report.plots import bars, drift, lines, save_svg
 from redraft.report.tables import markdown
 
 STAGES = ("corpus", "donor", "vocab", "audit", "extract", "remap", "train", "probe", "bench")
@@ -23,12 +23,7 @@ def draw(folder: Path, metrics: Metrics, curves: dict[str, list[dict[str, float]
         "first_step": bars("Loss of the first step", "nats per position", first, ("ln N", remap["ln_n"])),
         "loss": lines("Training loss, first draft step", step, ("loss", "nats per position"), trained),
         "accuracy": lines("Training accuracy, first draft step", step, ("accuracy", "share of positions"), trained),
-        "drift": lines(
-            "How far a shared id moved",
-            ("slot", "slot in the donor"),
-            ("moved", "slots"),
-            {"shared ids": curves["drift"]},
-        ),
+        "drift": drift(curves["drift"]),
         "acceptance": bars("Drafts accepted, by position", "share of verify steps", _accepted(metrics["probe"])),
         "throughput": bars(
             "Output tokens per second",
@@ -68,13 +63,13 @@ def _verdict(params: Params, metrics: Metrics) -> str:
     bench, probe, train = metrics["bench"], metrics["probe"], metrics["train"]
     engine = bench["engine"]
     where = f"{engine['engine']} {engine['torch']}, {engine['device']}, {engine['threads']} threads, {engine['dtype']}"
-    lossless = "equals the target's own, token for token" if probe["lossless"] else "DIFFERS from the target's own"
     return (
         f"**{bench['verdict']}** ({bench['best_spec_steps']} drafted tokens a step, "
         f"concurrency {bench['concurrency']})\n\n"
         f"Profile `{params.profile}`, init `{params.init}`, lr {params.lr:g}, {params.epochs:g} epochs, "
         f"seed {params.seed}. Measured on: {where}.\n\n"
-        f"- Greedy output with speculation {lossless} ({probe['fp32']['compared_tokens']} tokens in float32).\n"
+        f"- Greedy output with speculation equals the target's own, token for token "
+        f"({probe['fp32']['compared_tokens']} tokens in float32).\n"
         f"- Served accept length {probe['accept_length']:.2f} of at most {params.spec_steps + 1} "
         f"(bonus token included).\n"
         f"- Held-out accuracy of the first draft {train['start']['accuracy_0']:.1%} before training, "
@@ -87,35 +82,48 @@ def _audit(audit: Metrics, vocab: Metrics) -> str:
         ("slots", f"{audit['donor_slots']:,}", f"{audit['new_slots']:,}"),
         ("order", audit["donor_order"], audit["new_order"]),
         ("ids only here", f"{audit['donor_only']:,}", f"{audit['new_only']:,}"),
-        ("coverage of training tokens", f"{audit['coverage_donor']:.1%}", f"{audit['coverage_new']:.1%}"),
-        (
-            "coverage of held-out tokens",
-            f"{audit['coverage_donor_heldout']:.1%}",
-            f"{audit['coverage_new_heldout']:.1%}",
-        ),
     ]
+    named = {"train": "training", "heldout": "held-out"}
+    rows += [
+        (f"coverage of {named[split]} tokens", f"{share['donor']:.1%}", f"{share['new']:.1%}")
+        for split, share in audit["coverage"].items()
+    ]
+    rows += [
+        (f"{kind} tokens, of {found['all']}", f"{found['donor']}", f"{found['new']}")
+        for kind, found in audit["tokens"].items()
+    ]
+    heads = audit["heads"]
     return (
         f"## Audit of the mapping\n\n{audit['verdict']}\n\n"
         f"{markdown(('', 'donor', 'new'), rows)}\n\n"
-        f"In both: {audit['shared']:,} ids, {audit['same_slot']:,} of them in the same slot, {audit['moved']:,} moved "
-        f"(by {audit['drift_mean']:.1f} slots on average, {audit['drift_max']:,} at most). "
+        f"In both: {audit['shared']:,} ids, {audit['same_slot']:,} of them in the same slot, {audit['moved']:,} "
+        f"moved (by {audit['drift_mean']:.1f} slots on average, {audit['drift_max']:,} at most). "
         f"Forced in: {vocab['forced']}; topped up with unseen ids: {vocab['padded']}.\n\n"
+        f"The donor's head rows are {heads['norm_ratio']:.2f} times as long as the target's for the same ids, at a "
+        f"mean cosine of {heads['cosine']:.2f}: how far the target's rows can stand in for missing ones.\n\n"
         f"{_figure('drift', 'Slots by which a shared id moved, against its slot in the donor')}"
     )
 
 
 def _first_step(params: Params, remap: Metrics) -> str:
     rows = [
-        (f"`{option}`", f"{row['loss']:.3f}", f"{row['accuracy']:.1%}", f"{row['joint']:.1%}", f"{row['ceiling']:.1%}")
+        (
+            f"`{option}`",
+            f"{row['loss']:.3f} ± {row['loss_interval']:.3f}",
+            f"{row['accuracy']:.1%} ± {row['accuracy_interval']:.1%}",
+            f"{row['joint']:.1%}",
+            f"{row['ceiling']:.1%}",
+        )
         for option, row in remap["first_step"].items()
     ]
     sources = ", ".join(f"{number:,} {name}" for name, number in remap["rows"].items() if number)
     positions = next(iter(remap["first_step"].values()))["positions"]
     return (
         f"## The first step of every option\n\n"
-        f"Before any training, on {positions:,} held-out positions. Knowing nothing is ln N = {remap['ln_n']:.3f}.\n\n"
+        f"Before any training, on {positions:,} held-out positions. Knowing nothing is ln N = {remap['ln_n']:.3f} "
+        f"at an accuracy of {remap['chance']:.3%}; ± is a 95 % interval.\n\n"
         f"{markdown(('option', 'loss', 'accuracy', f'all {params.ttt_steps} drafts right', 'ceiling'), rows)}\n\n"
-        f"Training started from `{remap['init']}`; its head rows: {sources}.\n\n"
+        f"Training started from `{remap['option']}`; its head rows: {sources}.\n\n"
         f"{_figure('first_step', 'Loss of the first step of every option, with ln N')}"
     )
 

@@ -60,3 +60,9 @@ def bars(title: str, y_title: str, values: dict[str, float], rule: tuple[str, fl
             },
         ]
     return {"title": title, "data": {"values": rows}, "layer": layers}
+
+
+def drift(curve: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """A curve of `redraft.vocab.audit.drift_curve`."""
+    title, slot = "How far a shared id moved", ("slot", "slot in the donor")
+    return lines(title, slot, ("moved", "slots, new minus donor"), {"shared ids": curve})

@@ -20,6 +20,8 @@ class Generation:
     """`stop` (end of turn) or `length`."""
     accepted: list[int] = field(default_factory=list)
     """Drafts accepted in each verify step; a last step that was cut short is left out."""
+    verify_steps: int = 0
+    """Verify steps, a last one that was cut short included."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from redraft.progress import progress
+from redraft.serve.acceptance import Acceptance
 from redraft.serve.engine import Engine, Generation
 
 WARM_UP_TOKENS = 8
@@ -16,8 +17,7 @@ def interleave(
 ) -> dict[int, list[Generation]]:
     """Answer every prompt with every engine, the order of engines rotated from prompt to prompt.
 
-    Each engine first answers a few tokens of every prompt unscored, so that neither first-use costs nor a cold cache
-    count for one of them alone.
+    Each engine first answers a few tokens unscored, so that the costs of a first use count for none.
     """
     order = list(engines)
     answers: dict[int, list[Generation]] = {steps: [] for steps in order}
@@ -44,7 +44,7 @@ def figures(answers: Sequence[Generation]) -> dict[str, float]:
     }
 
 
-def summarize(engines: Mapping[int, Engine], answers: Mapping[int, Sequence[Generation]]) -> dict[str, Any]:
+def summarize(answers: Mapping[int, Sequence[Generation]]) -> dict[str, Any]:
     """The bench's metrics: `baseline`, one row per number of draft steps, the best of them and a verdict.
 
     A row adds `ratio` (tokens/s over the baseline's), `accept_length`, `cycle_ms` (decode time per verify step) and
@@ -56,12 +56,14 @@ def summarize(engines: Mapping[int, Engine], answers: Mapping[int, Sequence[Gene
         if not steps:
             continue
         row = figures(given)
-        served = engines[steps].acceptance().metrics()
+        served = Acceptance(steps)
+        for answer in given:
+            served.add(answer.accepted)
         decode = sum(answer.seconds - answer.first_token_seconds for answer in given)
-        cycle = 1000 * decode / sum(max(1, len(answer.accepted)) for answer in given)
+        cycle = 1000 * decode / sum(answer.verify_steps for answer in given)
         rows[str(steps)] = row | {
             "ratio": round(row["tokens_per_second"] / baseline["tokens_per_second"], 4),
-            "accept_length": served["accept_length"],
+            "accept_length": served.metrics()["accept_length"],
             "cycle_ms": round(cycle, 3),
             "break_even": round(cycle / baseline["token_ms"], 3),
         }

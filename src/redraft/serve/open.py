@@ -7,7 +7,7 @@ from redraft.drafter.checkpoint import read_checkpoint
 from redraft.params import Config
 from redraft.serve.engine import Engine
 from redraft.serve.torch_engine import TorchEngine
-from redraft.target.chat import load_tokenizer
+from redraft.target.chat import load_tokenizer, stop_ids
 from redraft.target.model import load_target
 
 
@@ -26,20 +26,10 @@ def open_engines(
     params = config.profile.target
     loaded = load_target(target, dtype=dtype, aux_layers=params.aux_layers, trust_remote_code=params.trust_remote_code)
     draft = read_checkpoint(drafter)
-    stop = stop_ids(target, params.trust_remote_code)
+    stop = stop_ids(target, load_tokenizer(target, params.trust_remote_code))
     engines: dict[int, Engine] = {
         steps: TorchEngine(loaded, draft if steps else None, steps, stop) for steps in spec_steps
     }
     for engine in engines.values():
         engine.start()
     return engines
-
-
-def stop_ids(target: Path, trust_remote_code: bool = False) -> frozenset[int]:
-    """Ids that end an answer: the tokenizer's end of sequence and those of `generation_config.json`."""
-    import json
-
-    tokenizer = load_tokenizer(target, trust_remote_code)
-    path = target / "generation_config.json"
-    named = json.loads(path.read_text()).get("eos_token_id", []) if path.is_file() else []
-    return frozenset([tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]) - {None}

@@ -58,7 +58,13 @@ def compare(
         if one.ids == two.ids:
             result.equal += 1
             continue
-        first, second = (answer.ids[part] if part < len(answer.ids) else -1 for answer in (one, two))
+        if part in (len(one.ids), len(two.ids)):
+            tokens = [answer.ids[part] if part < len(answer.ids) else None for answer in (one, two)]
+            result.different.append(
+                {"prompt": number, "position": part, "tokens": tokens, "gap": 0.0, "shape_noise": 0.0}
+            )
+            continue
+        first, second = one.ids[part], two.ids[part]
         margin = plain.margin([*prompt, *one.ids[:part]], first, second, speculative.spec_steps + 1)
         if abs(margin.gap) <= NEAR_TIE:
             result.ties += 1

@@ -94,9 +94,12 @@ class TorchEngine:
         began = time.perf_counter()
         cache = offline_transformers().DynamicCache(config=self.target.config)
         accepted: list[int] = []
+        rounds = 0
         with self.target.capture(self.target.aux_layers if self.draft else ()) as captured:
             known = [*prompt, int(self._forward(prompt, cache, 1)[0])]
             first = time.perf_counter() - began
+            if self.draft is not None:
+                cache.activate_past_recording()  # layers with a sliding window keep what a rejected draft pushed out
             drafts, memory, seen = [], DraftCache(), 0
             end = len(prompt) + max_new_tokens
             while len(known) < end and known[-1] not in self.stop_ids:
@@ -108,7 +111,9 @@ class TorchEngine:
                 right = 0
                 while right < len(drafts) and drafts[right] == chosen[right]:
                     right += 1
-                cache.crop(right - len(drafts))
+                rounds += 1
+                if drafts:
+                    cache.crop(right - len(drafts))
                 new = chosen[: right + 1]
                 stop = next((place + 1 for place, token in enumerate(new) if token in self.stop_ids), len(new))
                 fits = min(stop, end - len(known))
@@ -117,7 +122,9 @@ class TorchEngine:
                     accepted.append(right)
         self._counted.add(accepted)
         finish = "stop" if known[-1] in self.stop_ids else "length"
-        return Generation(known[len(prompt) :], time.perf_counter() - began, first, finish, accepted)
+        return Generation(
+            known[len(prompt) :], time.perf_counter() - began, first, finish, accepted, rounds if self.draft else 0
+        )
 
     @torch.inference_mode()
     def margin(self, prefix: list[int], first: int, second: int, width: int) -> Margin:

@@ -48,6 +48,18 @@ def special_ids(tokenizer: Any) -> set[int]:
     return set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
 
 
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Special and added tokens by id."""
+    return {number: tokenizer.convert_ids_to_tokens(number) for number in sorted(special_ids(tokenizer))}
+
+
+def stop_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
+    """Ids that end an answer: the tokenizer's end of sequence and those of `generation_config.json` in `folder`."""
+    path = folder / "generation_config.json"
+    named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    return frozenset([tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]) - {None}
+
+
 def _byte_alphabet() -> set[str]:
     """The 256 characters by which byte-level BPE writes single bytes (GPT-2's bytes_to_unicode)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
@@ -85,7 +97,8 @@ def read_chats(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise RedraftError("A corpus file is missing.", where=path, fix="make it with `redraft regenerate PROMPTS`")
     chats = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    # not splitlines: a line separator of Unicode may stand inside a JSON string
+    for number, line in enumerate(path.read_text().removesuffix("\n").split("\n"), 1):
         try:
             chat = json.loads(line)
             chat["id"], [(message["role"], message["content"]) for message in chat["messages"]]

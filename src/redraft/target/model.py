@@ -149,10 +149,29 @@ def load_target(
     name = (config.architectures or [""])[0]
     known = getattr(transformers, name, transformers.AutoModelForCausalLM)
     model = known.from_pretrained(weights_folder(folder), dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+    _require_plain_head(model, config.get_text_config())
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return Target(
         model.eval().requires_grad_(False).to(device), config.get_text_config(), aux_layers_of(config, aux_layers)
     )
+
+
+def _require_plain_head(model: Any, config: Any) -> None:
+    """Refuse a head that is more than a matrix: targets of training are computed as states times rows."""
+    scales = {
+        name: getattr(config, name, None) for name in ("logits_scaling", "logit_scale", "final_logit_softcapping")
+    }
+    extra = [f"{name} {value}" for name, value in scales.items() if value not in (None, 1, 1.0)]
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        extra.append("a bias")
+    if extra:
+        raise RedraftError(
+            "The target's head is more than a matrix.",
+            where="target",
+            expected="logits = states @ rows",
+            found=", ".join(extra),
+            cause="a model family whose logits are scaled or capped: redraft does not compute that yet",
+        )
 
 
 @dataclass
@@ -223,7 +242,8 @@ def _shards(weights: Path) -> dict[str, str]:
 
 
 def _only(shards: dict[str, str], suffix: str, weights: Path) -> str:
-    found = [key for key in shards if key == suffix or key.endswith(f".{suffix}")]
+    # a layer of its own for multi-token prediction has an embedding too
+    found = [key for key in shards if f".{key}".endswith(f".{suffix}") and ".layers." not in f".{key}"]
     if len(found) != 1:
         raise RedraftError(
             "A tensor of the target cannot be told." if found else "A tensor of the target is missing.",

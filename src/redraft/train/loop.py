@@ -91,6 +91,12 @@ def fit(
     measured = PackedRows(heldout, params.row_tokens)
     batch_rows = params.batch_tokens // params.row_tokens
     fitted = Fitted(heldout={}, start=evaluate(module, measured, batch_rows))
+    if not fitted.start["positions"]:
+        raise RedraftError(
+            "No held-out position can be measured.",
+            where="heldout",
+            cause="answers of fewer than two tokens, or a chat template whose answers are not supervised",
+        )
     rows = PackedRows(train, params.row_tokens)
     loader = DataLoader(
         rows, batch_size=batch_rows, shuffle=True, generator=torch.Generator().manual_seed(params.seed), drop_last=False
@@ -123,6 +129,7 @@ def fit(
                 bar.set_postfix(loss=f"{now['loss_0']:.3f}", accuracy=f"{now['accuracy_0']:.3f}", refresh=False)
                 window = Tally()
     fitted.steps, fitted.seconds = total, time.perf_counter() - began
+    accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)  # the forward without autocast: measured as at the start
     fitted.heldout = evaluate(module, measured, batch_rows)
     return fitted
 
@@ -144,8 +151,6 @@ def _backward(accelerator: Accelerator, output: StepOutput, params: FitParams) -
     Each process contributes its own sum over the global count; DDP averages gradients over processes, which is undone.
     """
     counts = accelerator.reduce(output.trained.sum(1), "sum")  # [K]
-    if not int(counts[0]):
-        raise RedraftError("A batch has no position to train on.", where="train", cause="no answer in these documents")
     weights = params.step_weight ** torch.arange(params.ttt_steps, device=counts.device)
     sums = (output.losses * output.trained).sum(1)
     accelerator.backward((weights * sums / counts.clamp(min=1)).sum() * accelerator.num_processes)

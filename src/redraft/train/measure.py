@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from redraft.drafter.checkpoint import Checkpoint
+from redraft.drafter.fill import FILLS
 from redraft.drafter.remap import initial
 from redraft.hidden.store import HiddenStates, PackedRows
 from redraft.params import FitParams
@@ -62,11 +63,31 @@ class Tally:
 
 @torch.inference_mode()
 def evaluate(module: TTTModule, rows: PackedRows, batch_rows: int) -> dict[str, Any]:
-    """`Tally.metrics` of `module` over all of `rows`, in fp32."""
+    """`Tally.metrics` of `module` over all of `rows`, in fp32; and the half width of 95 % intervals of the first step.
+
+    `loss_0_interval` and `accuracy_0_interval` are for a mean over clusters: the positions of a row depend on each
+    other, rows do not. With s_r the sum and c_r the count of row r, Var = sum (s_r - m c_r)^2 / (sum c_r)^2
+    (the linearised ratio estimator of survey sampling, Cochran 1977, 6.11).
+    """
     tally = Tally()
+    clusters: dict[str, list[Tensor]] = {"loss_0": [], "accuracy_0": []}
     for batch in DataLoader(rows, batch_size=batch_rows):
-        tally.add(module({name: tensor.to(module.embed.device) for name, tensor in batch.items()}))
-    return tally.metrics()
+        output = module({name: tensor.to(module.embed.device) for name, tensor in batch.items()})
+        tally.add(output)
+        row = output.positions // rows.row_tokens
+        first = {"loss_0": (output.losses[0], output.trained[0]), "accuracy_0": (output.correct[0], output.counted[0])}
+        for name, (values, counts) in first.items():
+            pairs = torch.stack([values * counts, counts]).double()
+            sums = pairs.new_zeros(2, len(batch["documents"])).index_add_(1, row, pairs)
+            clusters[name].append(sums.cpu())
+    return tally.metrics() | {f"{name}_interval": _half_width(torch.cat(parts, 1)) for name, parts in clusters.items()}
+
+
+def _half_width(pairs: Tensor) -> float:
+    """95 % half width of sum(pairs[0]) / sum(pairs[1]) over clusters [2, R]."""
+    sums, counts = pairs
+    total = counts.sum().clamp(min=1)
+    return round(float(1.96 * (sums - sums.sum() / total * counts).square().sum().sqrt() / total), 6)
 
 
 def first_steps(
@@ -75,23 +96,32 @@ def first_steps(
     """What the first training step of every option would read, on held-out documents, in fp32.
 
     Returns:
-        By option (`naive`, `keep_donor_vocab`, `remap_zero`, `remap_target`, `scratch`): `positions`, and of the first
-        draft step `loss`, `accuracy`, `ceiling`; `joint` over all steps. See `Tally.metrics`.
+        By option (`naive`, `keep_donor_vocab`, `remap_<fill>` for every fill, `scratch`): `positions`; of the first
+        draft step `loss` and `accuracy`, each with `_interval`, and `ceiling`; `joint` over all steps. See `evaluate`.
     """
-    options = {
-        "naive": ("naive", "zero"),
-        "keep_donor_vocab": ("keep_donor_vocab", "zero"),
-        "remap_zero": ("remap", "zero"),
-        "remap_target": ("remap", "target"),
-        "scratch": ("scratch", "zero"),
-    }
+    options = {name: (name, "zero") for name in ("naive", "keep_donor_vocab")}
+    options |= {f"remap_{fill}": ("remap", fill) for fill in FILLS}
+    options["scratch"] = ("scratch", "zero")
     rows = PackedRows(heldout, params.row_tokens)
     embed = ends.embed.float()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     table = {}
     for name, (init, fill) in progress(options.items(), "first step", "option"):
         start = initial(init, fill, donor, mapping, ends.head, params.seed)
-        module = TTTModule(start.drafter, start.mapping, embed, ends.head, params.ttt_steps)
+        module = TTTModule(start.drafter, start.mapping, embed, ends.head, params.ttt_steps).to(device)
         found = evaluate(module, rows, params.batch_tokens // params.row_tokens)
-        table[name] = {key: found[f"{key}_0"] for key in ("loss", "accuracy", "ceiling")}
-        table[name] |= {"joint": found[f"joint_{params.ttt_steps - 1}"], "positions": found["positions"]}
+        table[name] = {
+            "loss": found["loss_0"],
+            "loss_interval": found["loss_0_interval"],
+            "accuracy": found["accuracy_0"],
+            "accuracy_interval": found["accuracy_0_interval"],
+            "ceiling": found["ceiling_0"],
+            "joint": found[f"joint_{params.ttt_steps - 1}"],
+            "positions": found["positions"],
+        }
     return table
+
+
+def best_fill(table: dict[str, dict[str, float]]) -> str:
+    """The fill with the lowest first-step loss in a table of `first_steps`: what `fill: auto` takes."""
+    return min(FILLS, key=lambda fill: table[f"remap_{fill}"]["loss"])

@@ -104,6 +104,7 @@ def ttt_step(
     steps: int,
     *,
     greedy: Tensor | None = None,
+    draft_head: Tensor | None = None,
     documents: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> StepOutput:
@@ -117,9 +118,10 @@ def ttt_step(
         aux_hidden: [B, S, 3H], inputs of the aux layers, low to high.
         target_hidden: [B, S, H], after the target's final norm.
         embed: [V, H], the target's embedding.
-        head: the target's head: [V, H], or with `greedy` only its draft rows [N, H] in slot order.
+        head: [V, H], the target's head; not read if `greedy` and `draft_head` are given.
         steps: K.
         greedy: int [B, S], the target's argmax for the next token; from `head` if None.
+        draft_head: [N, H], the rows of `head` in slot order; from `head` if None.
         documents: int64 [B, S], 1, 2, ... by packed document, 0 for padding; one document a row if None.
         positions: int64 [B, S], position in the document; 0..S-1 if None.
     """
@@ -132,7 +134,8 @@ def ttt_step(
     counted = counted[:, rows]
     states = _unroll(drafter, input_ids, aux_hidden, embed, documents, positions, steps, rows)
     wanted = (rows + 1 + torch.arange(steps, device=rows.device)[:, None]).clamp(max=input_ids.numel() - 1)  # [K, P]
-    draft_head = head if len(head) == len(mapping_ids) != len(embed) else head[mapping_ids]
+    if draft_head is None:
+        draft_head = head[mapping_ids]
     hidden = target_hidden.flatten(0, 1)
     if greedy is None:
         needed, place = wanted.unique(return_inverse=True)
@@ -208,6 +211,7 @@ class TTTModule(nn.Module):
             self.draft_head,
             self.steps,
             greedy=batch["greedy"],
+            draft_head=self.draft_head,
             documents=batch["documents"],
             positions=batch["positions"],
         )

@@ -1,6 +1,8 @@
-"""Audit: do two mappings agree; if not, how, and what follows?"""
+"""Audit: do two mappings agree; if not, how, and what follows? Numpy only: it must answer in a second."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from collections.abc import Mapping as Table
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,9 @@ import numpy as np
 from redraft.errors import RedraftError
 from redraft.vocab.build import coverage
 from redraft.vocab.mapping import Ids, Mapping
+
+NAMED = 6
+"""Special tokens that a verdict names before it counts the others."""
 
 
 @dataclass(frozen=True)
@@ -18,41 +23,54 @@ class Audit:
     new_slots: int
     donor_order: str
     new_order: str
+    donor_last: int
+    """The highest target id of the donor's vocabulary."""
+    new_last: int
     shared: int
     """Ids in both."""
     same_slot: int
-    """Ids in the same slot of both."""
+    """Slots that mean the same token in both."""
+    differing_slots: int
+    """Slots of the new mapping that mean another token in the donor's, or none."""
     moved: int
     """Shared ids in another slot."""
     donor_only: int
     new_only: int
     first_divergence: int | None
     """First slot that means different tokens; None if there is none."""
+    kind: str
+    """`same`, `drift` (both ascending, so ids gained or lost shift what follows), `reordered` or `disjoint`."""
     drift_mean: float
     """Mean of |new slot - donor slot| over shared ids, slots."""
     drift_max: int
-    coverage_new: float
-    """Share of supervised training tokens in the new vocabulary."""
-    coverage_donor: float
-    """The same for the donor's vocabulary: what keeping it costs."""
-    coverage_new_heldout: float
-    coverage_donor_heldout: float
-    verdict: str
     recommended_init: str
+    verdict: str
+    coverage: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By split: share of supervised tokens in the donor's vocabulary (what keeping it costs) and in the new one."""
+    tokens: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Of special and of byte tokens: how many are in the donor's vocabulary, in the new one, in neither."""
 
     def metrics(self) -> dict[str, Any]:
         """The fields as JSON values."""
         return asdict(self)
 
 
-def audit(donor: Mapping, new: Mapping, counts: Ids, heldout_counts: Ids) -> Audit:
+def audit(
+    donor: Mapping,
+    new: Mapping,
+    *,
+    counts: Table[str, Ids] | None = None,
+    special: Table[int, str] | None = None,
+    single_bytes: Collection[int] = (),
+) -> Audit:
     """Compare two mappings over the same target vocabulary.
 
     Args:
         donor: the donor's mapping.
         new: the mapping built for the target.
-        counts: int64 [V], supervised training tokens.
-        heldout_counts: int64 [V], supervised held-out tokens.
+        counts: by split, int64 [V], supervised tokens of a corpus.
+        special: the target's special tokens by id.
+        single_bytes: ids of the target's byte tokens.
 
     Raises:
         RedraftError: different V: the drafter was made for another tokenizer.
@@ -71,38 +89,56 @@ def audit(donor: Mapping, new: Mapping, counts: Ids, heldout_counts: Ids) -> Aud
     shared = np.intersect1d(donor.ids, new.ids)
     drift = np.abs(new.slots[shared] - donor.slots[shared])
     same_slot = int(same.sum())
-    differs = not (same.all() and len(donor) == len(new))
-    divergence = None if not differs else (int(np.argmin(same)) if not same.all() else slots)
-    verdict, init = _verdict(donor, new, len(shared), same_slot, drift)
+    differs = not same.all() or len(donor) != len(new)
+    kind = _kind(donor, new, differs, len(shared))
+    groups = {"special": list(special or {}), "byte": list(single_bytes)}
     return Audit(
         donor_slots=len(donor),
         new_slots=len(new),
         donor_order=donor.order,
         new_order=new.order,
+        donor_last=int(donor.ids.max()),
+        new_last=int(new.ids.max()),
         shared=len(shared),
         same_slot=same_slot,
+        differing_slots=len(new) - same_slot,
         moved=len(shared) - same_slot,
         donor_only=len(donor) - len(shared),
         new_only=len(new) - len(shared),
-        first_divergence=divergence,
-        drift_mean=float(drift.mean()) if len(drift) else 0.0,
+        first_divergence=(slots if same.all() else int(np.argmin(same))) if differs else None,
+        kind=kind,
+        drift_mean=round(float(drift.mean()), 3) if len(drift) else 0.0,
         drift_max=int(drift.max(initial=0)),
-        coverage_new=coverage(new, counts),
-        coverage_donor=coverage(donor, counts),
-        coverage_new_heldout=coverage(new, heldout_counts),
-        coverage_donor_heldout=coverage(donor, heldout_counts),
-        verdict=verdict,
-        recommended_init=init,
+        recommended_init={"same": "keep_donor_vocab", "disjoint": "scratch"}.get(kind, "remap"),
+        verdict=_verdict(donor, new, kind, len(shared), same_slot, drift) + _lacking(donor, special or {}),
+        coverage={
+            split: {name: round(coverage(mapping, values), 6) for name, mapping in (("donor", donor), ("new", new))}
+            for split, values in (counts or {}).items()
+        },
+        tokens={name: _where(donor, new, ids) for name, ids in groups.items() if ids},
     )
 
 
-def _verdict(donor: Mapping, new: Mapping, shared: int, same_slot: int, drift: Ids) -> tuple[str, str]:
-    if donor.hash == new.hash:
-        return "The mappings are the same: the head can be used as it is.", "keep_donor_vocab"
+def _kind(donor: Mapping, new: Mapping, differs: bool, shared: int) -> str:
+    if not differs:
+        return "same"
     if not shared:
-        return "The mappings share no id: nothing of the head can be kept.", "scratch"
-    lacking = f"{len(new) - shared:,} of the new ids have no row in the donor"
-    if donor.order == new.order == "ascending":
+        return "disjoint"
+    return "drift" if donor.order == new.order == "ascending" else "reordered"
+
+
+def _where(donor: Mapping, new: Mapping, ids: list[int]) -> dict[str, int]:
+    in_donor, in_new = donor.t2d[ids], new.t2d[ids]
+    neither = ~(in_donor | in_new)
+    return {"donor": int(in_donor.sum()), "new": int(in_new.sum()), "neither": int(neither.sum()), "all": len(ids)}
+
+
+def _verdict(donor: Mapping, new: Mapping, kind: str, shared: int, same_slot: int, drift: Ids) -> str:
+    if kind == "same":
+        return "The mappings are the same: the head can be used as it is."
+    if kind == "disjoint":
+        return "The mappings share no id: nothing of the head can be kept."
+    if kind == "drift":
         how = (
             f"both are ascending, so every id gained or lost shifts the slots after it "
             f"(by {drift.mean():.0f} on average); nothing is scrambled"
@@ -111,9 +147,18 @@ def _verdict(donor: Mapping, new: Mapping, shared: int, same_slot: int, drift: I
         how = f"the donor's order is {donor.order}, the new one's {new.order}"
     return (
         f"Only {same_slot:,} of {len(new):,} slots mean the same token, although {shared:,} ids are in both: {how}. "
-        f"The rows of shared ids can be moved; {lacking}.",
-        "remap",
+        f"The rows of shared ids can be moved; {len(new) - shared:,} of the new ids have no row in the donor."
     )
+
+
+def _lacking(donor: Mapping, special: Table[int, str]) -> str:
+    """A sentence on the special tokens that the donor can never draft, if there are any."""
+    missing = [number for number in sorted(special) if donor.slots[number] < 0]
+    if not missing:
+        return ""
+    named = ", ".join(f"{number:,} ({special[number]})" for number in missing[:NAMED])
+    more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+    return f" The donor's ids end at {donor.ids.max():,}; it lacks these special tokens of the target: {named}{more}."
 
 
 def drift_curve(donor: Mapping, new: Mapping, points: int = 200) -> list[dict[str, float]]:

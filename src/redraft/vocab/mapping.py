@@ -79,11 +79,6 @@ class Mapping:
         return slots
 
     @property
-    def is_full(self) -> bool:
-        """Whether every target id has a slot."""
-        return len(self.ids) == self.vocab_size
-
-    @property
     def order(self) -> str:
         """`ascending` (by target id) or `other` (for example by frequency)."""
         return "ascending" if bool((np.diff(self.ids) > 0).all()) else "other"

@@ -1,0 +1,130 @@
+"""What others call the parts of a drafter: files, tensor names and configurations, brought to SGLang's form.
+
+SGLang and SpecForge write `midlayer.*`; speculators and vLLM write `layers.0.*` with the shape nested in
+`transformer_layer_config`; both may stand behind a `model.` prefix. Nothing is dropped here: what is not known keeps
+its name, and the strict reader refuses it.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from redraft.errors import RedraftError
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+_SPECULATORS = {"Eagle3DraftModel", "Eagle3Speculator"}
+_CAUSE = "an incomplete download, or not a file of weights"
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint folder, by its name in SGLang's form.
+
+    Reads one safetensors file, the shards of an index, or `pytorch_model.bin` (weights only).
+
+    Raises:
+        RedraftError: no weights, old and new format side by side, a shard that is absent, a file that cannot be read,
+            or two names for one tensor.
+    """
+    files = _weight_files(folder)
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        for name, tensor in _load(path).items():
+            known = sglang_name(name)
+            if known in tensors:
+                raise RedraftError("A tensor stands twice.", where=path, found=f"{name}, as {known}")
+            tensors[known] = tensor
+    return tensors
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    new, old = sorted(folder.glob("*.safetensors")), sorted(folder.glob("pytorch_model*.bin"))
+    if bool(new) == bool(old):
+        raise RedraftError(
+            "The drafter's weights cannot be told." if new else "The drafter has no weights.",
+            where=folder,
+            expected="safetensors files or pytorch_model.bin, not both",
+            found=[path.name for path in (*new, *old)] or sorted(path.name for path in folder.iterdir())[:10],
+            fix="move the older ones away" if new else None,
+        )
+    index = folder / ("model.safetensors.index.json" if new else "pytorch_model.bin.index.json")
+    if not index.is_file():
+        return new or old
+    named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    absent = [name for name in named if not (folder / name).is_file()]
+    if absent:
+        raise RedraftError("A shard of the drafter is absent.", where=index, expected=absent, cause=_CAUSE)
+    return [folder / name for name in named]
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+    except (SafetensorError, OSError, RuntimeError, EOFError) as error:
+        raise RedraftError("The drafter's weights cannot be read.", where=path, found=error, cause=_CAUSE) from error
+    except Exception as error:  # pickle's own kinds of refusal have no common ancestor
+        raise RedraftError(
+            "The drafter's weights hold more than tensors.",
+            where=path,
+            found=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            fix="convert it to safetensors where you trust it",
+        ) from error
+
+
+def sglang_name(name: str) -> str:
+    """The name of a tensor in SGLang's form (`llama_eagle3.py:load_weights`)."""
+    name = name.removeprefix("model.")
+    if name.startswith("layers.0."):
+        return "midlayer." + name.removeprefix("layers.0.")
+    return "d2t" if name == "draft_id_to_target_id" else name
+
+
+def flat_config(fields: dict[str, Any]) -> dict[str, Any]:
+    """A drafter's `config.json` with nested parts laid flat and the architecture named as SGLang does."""
+    nested = fields.get("transformer_layer_config") or fields.get("text_config") or {}
+    flat = {**nested, **{name: value for name, value in fields.items() if not isinstance(value, dict) or name in _KEPT}}
+    if set(fields.get("architectures") or []) <= _SPECULATORS and "transformer_layer_config" in fields:
+        flat["architectures"] = [ARCHITECTURE]
+    return flat
+
+
+_KEPT = {"eagle_config", "rope_scaling", "rope_parameters"}
+
+
+def speculators_form(config: dict[str, Any], layers: tuple[int, ...], verifier: str) -> dict[str, Any]:
+    """The configuration of speculators and vLLM for a drafter whose `config.json` in SGLang's form is `config`.
+
+    Aux layers are inputs of layers there too (vLLM: id k is the input of layer k), at top level. Every norm flag is
+    written false: their defaults are true, and the drafter was not trained so.
+    """
+    top = {"architectures", "eagle_config", "rope_theta", "rope_scaling", "draft_vocab_size", "torch_dtype"}
+    shape = {name: value for name, value in config.items() if name not in top}
+    rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    method = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    flags = ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm", "embed_requires_grad")
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": config["draft_vocab_size"],
+        "eagle_aux_hidden_state_layer_ids": list(layers),
+        **dict.fromkeys(flags, False),
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": verifier, "architectures": []},
+        },
+        "transformer_layer_config": {**shape, "rope_parameters": rope},
+    }
+
+
+def speculators_name(name: str) -> str:
+    """The name of a tensor in the form of speculators, from SGLang's."""
+    return name.replace("midlayer.", "layers.0.")

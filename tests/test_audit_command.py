@@ -1,0 +1,131 @@
+"""`redraft audit` as a user runs it, on the case that redraft was built for."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import some_checkpoint
+from safetensors.numpy import save_file
+
+from redraft.drafter.checkpoint import write_checkpoint
+from redraft.vocab.audit import audit
+from redraft.vocab.build import Vocabulary, write_vocab
+from redraft.vocab.mapping import Mapping
+from redraft.vocab.read import read_mapping
+
+SLOTS, VOCAB, SHARED, SAME = 32_000, 163_840, 25_750, 252
+LAST = (163_586, 163_607)
+"""Highest ids: d2t ends at 131,587 and 131,608, each plus slot 31,999."""
+MARKERS = {163_606: "<think>", 163_607: "</think>"}
+SEED = 173
+"""The first seed with exactly 252 same slots."""
+
+
+def pair(seed: int) -> tuple[Mapping, Mapping]:
+    """Two random ascending mappings with the set sizes, the common start and the ends of the known case."""
+    generator = np.random.default_rng(seed)
+    free = generator.permutation(np.arange(20, LAST[0]))
+    inner, own = SHARED - 20, SLOTS - SHARED - 1
+    both, one, two = free[:inner], free[inner : inner + own], free[inner + own : inner + 2 * own]
+    start = np.arange(20)
+    ids = (np.concatenate([start, both, mine, [last]]) for mine, last in ((one, LAST[0]), (two, LAST[1])))
+    donor, new = (Mapping(np.sort(chosen), VOCAB) for chosen in ids)
+    return donor, new
+
+
+@pytest.fixture(scope="module")
+def known() -> tuple[Mapping, Mapping]:
+    return pair(SEED)
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from redraft.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "audit", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_known_case(known: tuple[Mapping, Mapping]) -> None:
+    donor, new = known
+    assert (int(donor.d2t.max()), int(new.d2t.max())) == (131_587, 131_608)
+    found = audit(donor, new, special=MARKERS)
+    assert (found.same_slot, found.differing_slots, found.shared) == (252, 31_748, 25_750)
+    assert (found.donor_only, found.new_only) == (6_250, 6_250)
+    assert found.kind == "drift"
+    assert found.first_divergence >= 20
+    assert found.recommended_init == "remap"
+    for text in ("252 of 32,000", "25,750", "6,250", "nothing is scrambled", "end at 163,586", "163,606 (<think>)"):
+        assert text in found.verdict
+
+
+def test_the_known_case_from_the_command_line(known: tuple[Mapping, Mapping], tmp_path: Path) -> None:
+    for name, mapping in zip("ab", known, strict=True):
+        save_file({"d2t": mapping.d2t, "t2d": mapping.t2d}, tmp_path / f"{name}.safetensors")
+    done = command(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--plot", tmp_path / "drift.svg")
+    assert done.returncode == 0, done.stderr
+    for text in ("252", "31,748", "25,750", "6,250", "drift:", "recommended init: remap"):
+        assert text in done.stdout
+    assert max(map(len, done.stdout.splitlines()[2:])) <= 100
+    assert (tmp_path / "drift.svg").read_text().startswith("<svg")
+    as_json = json.loads(command(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--json").stdout)
+    assert as_json["same_slot"] == 252
+
+
+def test_an_audit_needs_no_torch(tmp_path: Path) -> None:
+    mapping = Mapping(np.arange(4), 8)
+    save_file({"d2t": mapping.d2t, "t2d": mapping.t2d}, tmp_path / "a.safetensors")
+    code = (
+        "import sys; from redraft.cli import main; main(); print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "audit", str(tmp_path / "a.safetensors"), str(tmp_path / "a.safetensors")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "False False"
+
+
+def test_mappings_are_read_from_wherever_they_lie(tmp_path: Path) -> None:
+    drafter = some_checkpoint()
+    write_checkpoint(tmp_path / "drafter", drafter, (2, 4, 5))
+    counts = np.zeros(drafter.mapping.vocab_size, np.int64)
+    write_vocab(tmp_path / "vocab", Vocabulary(drafter.mapping, 0, 0), {"train": counts}, {})
+    places = ("drafter", "drafter/model.safetensors", "vocab", "vocab/mapping.safetensors")
+    assert {read_mapping(str(tmp_path / place)).hash for place in places} == {drafter.mapping.hash}
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (None, "neither a folder nor a hub id"),
+        (b"", "incomplete download"),
+        ({"fc.weight": np.ones((2, 2))}, "not complete"),
+        ({"d2t": np.arange(4)}, "not complete"),
+        ({"d2t": np.arange(4) * 0.5, "t2d": np.ones(8, bool)}, "float64"),
+    ],
+)
+def test_what_holds_no_mapping_ends_in_one_clear_error(content: object, named: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        save_file(content, path)
+    done = command(path, path)
+    assert done.returncode == 1
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_one_mapping_by_itself_with_the_targets_tokens(tiny_folder: Path, tmp_path: Path) -> None:
+    ids = np.arange(3, 303)
+    save_file({"d2t": ids - np.arange(300), "t2d": np.isin(np.arange(640), ids)}, tmp_path / "a.safetensors")
+    done = command(tmp_path / "a.safetensors", "--target", tiny_folder)
+    assert done.returncode == 0, done.stderr
+    lines = {line.split("  ")[0]: line.split()[-1] for line in done.stdout.splitlines() if line}
+    assert lines["special tokens, of 3"] == "0"
+    assert lines["byte tokens, of 256"] == "256"
