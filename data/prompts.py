@@ -158,14 +158,14 @@ HELDOUT = {
     "Write a Python class for {} with methods and an example.": """
         a circle|a playlist|a parking lot|a hash map|a weather station""",
     "Explain {} to a programmer and give an example.": """
-        polymorphism|a binary tree|memory leaks|a state machine|dependency injection|
+        polymorphism|a skip list|memory leaks|a state machine|dependency injection|
         a hash function|event driven programming|a message queue|a semaphore""",
     "What is {} in mathematics? Show how it is used.": """
         a ratio|a tangent line|a random variable|the golden ratio|a triangle|an exponent""",
     "Explain the physics of {}.": """
         a spring|a rainbow|electric current|inertia|a transformer|rockets""",
     "How does {} work inside a computer?": """
-        a mouse|a motherboard|a compiler|an arithmetic logic unit""",
+        a mouse|a motherboard|a floppy drive|an arithmetic logic unit""",
     "Write an SQL query that {} and explain each clause.": """
         finds the lowest price|counts employees per department|lists orders of last week|removes a table""",
     "Compare {} for an engineer.": """
@@ -173,12 +173,17 @@ HELDOUT = {
     "Describe {} as a chemistry teacher would.": """
         an alloy|evaporation|a proton|rust|a molecule""",
     "How do engineers use {}, and what are its limits?": """
-        a neural network|a pump|a laser|a spreadsheet|a capacitor|a queue""",
+        a drone|a pump|a laser|a spreadsheet|a capacitor|a conveyor belt""",
     "What are the key ideas of {}?": """
-        set theory|machine learning|electronics|medicine|algorithms""",
+        set theory|operations research|electronics|medicine|algorithms""",
 }
 
 CORPORA = {"donor": EVERYDAY, "train": COMPUTING, "heldout": HELDOUT}
+
+
+def topics(forms: dict[str, str]) -> set[str]:
+    """Every topic of `forms`."""
+    return {" ".join(topic.split()) for line in forms.values() for topic in line.split("|")}
 
 
 def compose(forms: dict[str, str]) -> list[str]:
@@ -202,6 +207,8 @@ def tiny() -> dict[str, list[str]]:
 if __name__ == "__main__":
     profile = sys.argv[1]
     corpora = tiny() if profile == "tiny" else {name: compose(forms) for name, forms in CORPORA.items()}
+    both = topics(HELDOUT) & topics(COMPUTING)
+    assert not both, f"held-out topics that are trained on: {both}"
     for name, prompts in corpora.items():
         assert len(set(prompts)) == len(prompts), name
         path = Path(__file__).parent / profile / f"{name}.jsonl"

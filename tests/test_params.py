@@ -117,5 +117,6 @@ def test_a_whole_float_is_an_integer(tmp_path: Path) -> None:
 
 
 def test_rows_must_fill_a_batch() -> None:
+    good = load_config(ROOT).fit().model_dump()
     with pytest.raises(ValueError, match="multiple"):
-        FitParams(lr=1.0, epochs=1, batch_tokens=1000, row_tokens=512)
+        FitParams(**{**good, "batch_tokens": 1000, "row_tokens": 512})

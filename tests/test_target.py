@@ -134,6 +134,15 @@ def test_a_local_folder_is_a_source_and_its_weights_stay_there(llama_folder: Pat
     assert read_ends(tmp_path / "target").embed.shape == (VOCAB, HIDDEN)
 
 
+def test_weights_that_changed_in_place_are_told(llama_folder: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(llama_folder, tmp_path / "source")
+    make_target(TargetParams(source=str(source)), tmp_path / "target")
+    tensors = load_file(source / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"] + 1}, source / "model.safetensors")
+    with pytest.raises(RedraftError, match="changed after the target stage"):
+        read_ends(tmp_path / "target")
+
+
 @pytest.mark.parametrize(
     ("params", "named"),
     [

@@ -17,7 +17,18 @@ from redraft.target.model import Ends, Target, read_ends
 from redraft.train.loop import fit, lr_factor
 from redraft.train.measure import _half_width, best_fill, first_steps
 
-FIT = FitParams(lr=2e-3, epochs=30, batch_tokens=64, row_tokens=64, precision="fp32", warmup=0.1)
+FIT = FitParams(
+    lr=2e-3,
+    epochs=30,
+    seed=0,
+    ttt_steps=3,
+    step_weight=0.8,
+    batch_tokens=64,
+    row_tokens=64,
+    warmup=0.1,
+    clip=0.5,
+    precision="fp32",
+)
 
 
 @pytest.fixture

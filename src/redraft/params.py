@@ -57,6 +57,8 @@ def load_yaml(text: str) -> Any:
 
 
 class _Section(BaseModel):
+    """A part of a file. What decides a result has no default here: a change of it must show in a diff and to DVC."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
 
@@ -80,7 +82,7 @@ class CorpusParams(_Section):
 
     max_length: Positive
     """Tokens; a longer sample is cut."""
-    max_dropped: Fraction = 0.2
+    max_dropped: Fraction
     """Largest share of samples without a supervised token before the stage fails."""
 
 
@@ -89,24 +91,24 @@ class VocabParams(_Section):
 
     size: Positive
     """Slots N."""
-    force_special: bool = True
+    force_special: bool
     """Special and added tokens are always in."""
-    force_bytes: bool = True
+    force_bytes: bool
     """Single-byte tokens are always in."""
 
 
 class ExtractParams(_Section):
     """Hidden states of the target."""
 
-    batch_tokens: Positive = 4096
+    batch_tokens: Positive
     """Padded tokens in one forward."""
-    shard_mib: Positive = 64
+    shard_mib: Positive
     """Largest size of one shard, MiB."""
-    recheck: Annotated[int, Field(ge=0)] = 4
+    recheck: Annotated[int, Field(ge=0)]
     """Samples extracted again alone, to catch states of another sample (C15)."""
-    tolerance: float = 0.05
+    tolerance: float
     """Largest relative difference (norm of the difference over norm) of a rechecked sample."""
-    diagnostic_positions: Positive = 2000
+    diagnostic_positions: Positive
     """Held-out positions of the diagnostic shard, at least."""
 
 
@@ -129,21 +131,21 @@ class FitParams(_Section):
     """Peak learning rate of AdamW."""
     epochs: Annotated[float, Field(gt=0)]
     """Passes over the corpus; a fraction stops within a pass."""
-    seed: int = 0
+    seed: int
     """Of the order of batches and of fresh weights."""
-    ttt_steps: Positive = 3
+    ttt_steps: Positive
     """Unrolled draft steps K."""
-    step_weight: Annotated[float, Field(gt=0)] = 0.8
+    step_weight: Annotated[float, Field(gt=0)]
     """Weight of step k is step_weight**k."""
-    batch_tokens: Positive = 1024
+    batch_tokens: Positive
     """Tokens per optimizer step and process, padding included."""
-    row_tokens: Positive = 512
+    row_tokens: Positive
     """Tokens of one packed row; a document is never split, so at least `corpus.max_length`."""
-    warmup: Fraction = 0.05
+    warmup: Fraction
     """Share of the optimizer steps with a rising learning rate."""
-    clip: Annotated[float, Field(gt=0)] = 0.5
+    clip: Annotated[float, Field(gt=0)]
     """Largest gradient norm."""
-    precision: Precision = "bf16"
+    precision: Precision
     """bf16: autocast over fp32 weights."""
 
     @model_validator(mode="after")
@@ -178,13 +180,13 @@ class DonorParams(_Section):
 class TrainParams(_Section):
     """What the target's size decides about training; the knobs are in params.yaml."""
 
-    batch_tokens: Positive = 1024
+    batch_tokens: Positive
     """Tokens per optimizer step and process."""
-    row_tokens: Positive = 512
+    row_tokens: Positive
     """Tokens of one packed row."""
-    precision: Precision = "bf16"
+    precision: Precision
     """bf16: autocast over fp32 weights."""
-    processes: Positive = 1
+    processes: Positive
     """World size that the run must have."""
 
 
@@ -197,7 +199,7 @@ class ProbeParams(_Section):
     """Tokens of each answer."""
     bf16_prompts: Annotated[int, Field(ge=0)]
     """Of these prompts, how many are compared in bf16 as well."""
-    min_accept_length: float = 1.05
+    min_accept_length: float
     """Below this the drafter accepts nothing and the probe fails."""
     server: dict[str, str | int | float | bool] = {}
     """Flags of a server engine, for example `tp-size: 8`."""

@@ -30,7 +30,7 @@ _CODE = (Path(__file__), Path(target_model.__file__), Path(store.__file__))
 def target_hash(folder: Path) -> str:
     """Identity of a target without reading its terabyte: source, configuration, file sizes and final norm."""
     record = json.loads((folder / RECORD).read_text())
-    record.pop("weights")
+    record = {name: record[name] for name in ("source", "revision")}
     sizes = sorted((file.name, file.stat().st_size) for file in weights_folder(folder).glob("*.safetensors"))
     norm = read_ends(folder).norm.float().numpy().tobytes()
     identity = [record, (folder / "config.json").read_text(), sizes, hashlib.sha256(norm).hexdigest()]

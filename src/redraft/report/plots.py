@@ -59,7 +59,8 @@ def bars(title: str, y_title: str, values: dict[str, float], rule: tuple[str, fl
                 "mark": {"type": "text", "text": rule[0], "x": "width", "align": "right", "dy": -6, "color": "#cf222e"},
             },
         ]
-    return {"title": title, "data": {"values": rows}, "layer": layers}
+    wide = max(_SIZE["width"], 92 * len(values))
+    return {"title": title, "data": {"values": rows}, "layer": layers, "width": wide}
 
 
 def drift(curve: Sequence[dict[str, float]]) -> dict[str, Any]:

