@@ -34,6 +34,15 @@ HEAD = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9))
 AUX = (2, 4, 5)
 
 
+def twice(data: bytes) -> bytes:
+    """The same file with the name of its last tensor repeated in the header."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    name, spec = max(((n, s) for n, s in header.items() if n != "__metadata__"), key=lambda x: x[1]["data_offsets"][1])
+    text = json.dumps(header)[:-1] + f", {json.dumps(name)}: {json.dumps(spec)}}}"
+    return len(text).to_bytes(8, "little") + text.encode() + data[8 + size :]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write_checkpoint(tmp_path / "drafter", some_checkpoint(), AUX)
@@ -147,6 +156,7 @@ def test_a_config_that_is_not_right_is_named(folder: Path, change: dict[str, obj
         lambda data: data[:-4],
         lambda data: data + b"12345678",
         lambda data: (2**60).to_bytes(8, "little") + data[8:],
+        twice,
     ],
 )
 def test_a_damaged_file_is_told_as_such(folder: Path, damage: Callable[[bytes], bytes]) -> None:
@@ -154,6 +164,38 @@ def test_a_damaged_file_is_told_as_such(folder: Path, damage: Callable[[bytes], 
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(RedraftError, match="incomplete download"):
         read_checkpoint(folder)
+
+
+def test_a_tied_head_is_the_embedding_and_is_written_as_its_own(tmp_path: Path) -> None:
+    whole = some_checkpoint(slots=VOCAB)
+    write_checkpoint(tmp_path / "full", whole, AUX)
+    edit(
+        tmp_path / "full",
+        lambda t: (t.pop("d2t"), t.pop("t2d"), t.update({"embed_tokens.weight": t.pop("lm_head.weight")})),
+    )
+    path = tmp_path / "full" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    read = read_checkpoint(tmp_path / "full")
+    assert same_weights(whole_in_order(whole), read)
+    remap_folder(tmp_path / "full", read.mapping, "zero", None, tmp_path / "out")
+    assert same_weights(read, read_checkpoint(tmp_path / "out"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def whole_in_order(whole: Checkpoint) -> Checkpoint:
+    """`some_checkpoint` of all slots has ascending ids, so slot and id are the same."""
+    assert list(whole.mapping.ids) == list(range(VOCAB))
+    return whole
+
+
+def test_a_view_into_a_bigger_tensor_writes_only_itself(tmp_path: Path) -> None:
+    drafter = some_checkpoint()
+    big = torch.randn(50 * SLOTS, HIDDEN)
+    drafter.drafter.lm_head.weight.data = big[:SLOTS]
+    write_checkpoint(tmp_path / "out", drafter, AUX)
+    path = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path)
+    assert path.stat().st_size < sum(t.nbytes for t in tensors.values()) + 4096
 
 
 def test_a_full_vocabulary_needs_no_mapping(tmp_path: Path) -> None:
@@ -410,6 +452,14 @@ def test_a_checkpoint_remapped_on_disk_is_the_one_remapped_in_memory(fill: str, 
             assert torch.equal(made.drafter.state_dict()[name], tensor), name
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == {**json.loads((folder / "config.json").read_text()), "draft_vocab_size": SLOTS + 4}
+
+
+def test_rows_of_ids_that_mean_another_token_are_filled(folder: Path, tmp_path: Path) -> None:
+    mapping = some_checkpoint().mapping
+    foreign = [int(mapping.ids[3])]
+    rows = remap_folder(folder, mapping, "zero", None, tmp_path / "out", foreign)
+    assert (rows["kept"], rows["zero"]) == (SLOTS - 1, 1)
+    assert not read_checkpoint(tmp_path / "out").drafter.lm_head.weight[3].any()
 
 
 def test_a_full_vocabulary_is_cut_to_a_reduced_one_and_back(tmp_path: Path) -> None:

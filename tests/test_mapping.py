@@ -60,6 +60,8 @@ MASK = np.isin(np.arange(64), IDS)
         ((IDS - np.arange(8)).astype(float), MASK, "float64"),
         (IDS - np.arange(8), MASK.astype(np.uint8) * 2, "uint8"),
         (IDS - np.arange(8), MASK.astype(float), "float64"),
+        (IDS, None, "ids rather than offsets"),
+        (IDS - np.arange(8), (MASK.astype(np.uint8) * 255).view(bool), "bool"),
         (np.zeros(0, np.int64), None, "impossible size"),
         (np.arange(65) * 0, None, "impossible size"),
     ],

@@ -16,6 +16,7 @@ from redraft.serve.torch_engine import TorchEngine
 from redraft.target.chat import (
     byte_ids,
     decodable_ids,
+    differing_ids,
     load_tokenizer,
     prompt_ids,
     read_chats,
@@ -184,6 +185,13 @@ def test_a_cut_answer_and_no_answer_are_dropped_with_their_reason(tiny_folder: P
     tokenizer = load_tokenizer(tiny_folder)
     assert tokenize(tokenizer, CHAT, 10).dropped == "truncated"
     assert tokenize(tokenizer, CHAT[:1], 100).dropped == "no answer"
+
+
+def test_ids_whose_tokens_differ_are_listed(tiny_folder: Path) -> None:
+    one, two = load_tokenizer(tiny_folder), load_tokenizer(tiny_folder)
+    two.add_tokens(["<think>"])
+    assert differing_ids(one, two) == {640: (None, "<think>")}
+    assert differing_ids(one, one) == {}
 
 
 def test_special_and_byte_tokens_are_found(tiny_folder: Path) -> None:

@@ -105,6 +105,13 @@ def test_another_target_vocabulary_is_refused() -> None:
         audit(Mapping(np.arange(4), 8), Mapping(np.arange(4), 9))
 
 
+def test_ids_that_mean_another_token_are_not_shared() -> None:
+    donor = Mapping(np.array([10, 20, 30, 40]), 64)
+    found = audit(donor, donor, foreign={20: ("old", "new")})
+    assert (found.shared, found.same_slot, found.moved, found.kind) == (3, 3, 0, "drift")
+    assert "20 ('old', now 'new')" in found.verdict
+
+
 def test_one_id_lost_shifts_all_that_follow() -> None:
     donor, new = Mapping(np.array([10, 20, 30, 40]), 64), Mapping(np.array([10, 25, 30, 50]), 64)
     found = audit(donor, new)

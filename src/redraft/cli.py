@@ -6,9 +6,13 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from redraft import atomic
 from redraft.errors import RedraftError
+
+if TYPE_CHECKING:
+    from redraft.vocab.mapping import Mapping
 
 
 def _regenerate(arguments: argparse.Namespace) -> None:
@@ -51,7 +55,8 @@ def _audit(arguments: argparse.Namespace) -> None:
     special: dict[int, str] = {}
     single_bytes: set[int] = set()
     counts = None
-    if arguments.target:
+    foreign = _foreign(arguments)
+    if arguments.target and any(arguments.target.glob("tokenizer*")):
         from redraft.target.chat import byte_ids, load_tokenizer, special_tokens
 
         tokenizer = load_tokenizer(arguments.target, arguments.trust_remote_code)
@@ -63,15 +68,48 @@ def _audit(arguments: argparse.Namespace) -> None:
         corpus = read_corpus(arguments.corpus)
         ids, mask = corpus.input_ids.numpy(), corpus.loss_mask.numpy()
         counts = {arguments.corpus.stem: count_tokens(ids, mask, two.vocab_size)}
-    found = audit(one, two, counts=counts, special=special, single_bytes=single_bytes)
+    found = audit(one, two, counts=counts, special=special, single_bytes=single_bytes, foreign=foreign)
+    heads = _heads(arguments, one) if arguments.heads else {}
     if arguments.plot:
         from redraft.report.plots import drift, save_svg
 
         save_svg(arguments.plot, drift(drift_curve(one, two)))
     if arguments.json:
-        print(json.dumps({"a": arguments.a, "b": arguments.b, **found.metrics()}, indent=2))
-    else:
-        print(describe(found, arguments.a, arguments.b) if arguments.b else describe_one(one, found, arguments.a))
+        print(json.dumps({"a": arguments.a, "b": arguments.b, **found.metrics(), "heads": heads}, indent=2))
+        return
+    print(describe(found, arguments.a, arguments.b) if arguments.b else describe_one(one, found, arguments.a))
+    if heads:
+        print(
+            "\nA's head rows are {norm_ratio:.3f} times as long as the target's, mean cosine {cosine:.3f}".format(
+                **heads
+            )
+        )
+
+
+def _foreign(arguments: argparse.Namespace) -> dict[int, tuple[str | None, str | None]]:
+    """Ids that mean another token to the donor, if both tokenizers are given."""
+    if not arguments.donor_tokenizer:
+        return {}
+    if not arguments.target:
+        raise RedraftError("Two tokenizers are compared.", where="--donor-tokenizer", fix="give --target as well")
+    from redraft.target.chat import differing_ids, load_tokenizer
+
+    trust = arguments.trust_remote_code
+    return differing_ids(load_tokenizer(arguments.donor_tokenizer, trust), load_tokenizer(arguments.target, trust))
+
+
+def _heads(arguments: argparse.Namespace, donor: "Mapping") -> dict[str, float]:
+    from redraft.drafter.dialect import read_tensors
+    from redraft.drafter.heads import compare_heads
+    from redraft.target.model import read_ends
+    from redraft.target.sources import checkout
+
+    if not arguments.target:
+        raise RedraftError("A comparison of heads needs the target.", where="--heads", fix="give --target as well")
+    tensors = read_tensors(checkout(arguments.a, arguments.revision))
+    if "lm_head.weight" not in tensors:
+        raise RedraftError("A has no head to compare.", where=arguments.a, expected="lm_head.weight")
+    return compare_heads(tensors["lm_head.weight"], read_ends(arguments.target).head, donor.ids)
 
 
 def _remap(arguments: argparse.Namespace) -> None:
@@ -87,7 +125,7 @@ def _remap(arguments: argparse.Namespace) -> None:
             fix="choose a fill, or let the pipeline's remap stage choose (fill: auto in params.yaml)",
         )
     donor, new = checkout(arguments.donor, arguments.revision), read_mapping(arguments.vocab)
-    rows = remap_folder(donor, new, arguments.fill, arguments.target, arguments.output)
+    rows = remap_folder(donor, new, arguments.fill, arguments.target, arguments.output, _foreign(arguments))
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return
@@ -111,6 +149,15 @@ def _export(arguments: argparse.Namespace) -> None:
     print(f"{arguments.output}: aux layers {list(layers)} as inputs of layers, every norm flag false")
 
 
+def _add_common(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--donor-tokenizer", type=Path, help="the donor's own target: ids with other tokens are not shared"
+    )
+    command.add_argument("--revision", help="commit of a hub id")
+    command.add_argument("--trust-remote-code", action="store_true", help="let a tokenizer's own code run")
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="redraft", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -129,10 +176,11 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("a", metavar="A", help=f"the donor: {place}")
     check.add_argument("b", metavar="B", nargs="?", help="the new vocabulary: likewise")
     check.add_argument("--target", type=Path, help="the target's folder: names its special tokens")
+    check.add_argument(
+        "--heads", action="store_true", help="compare A's head rows with the target's (reads both heads)"
+    )
     check.add_argument("--corpus", type=Path, help="a tokenised corpus (artifacts/corpus/train.safetensors): coverage")
-    check.add_argument("--revision", help="commit of a hub id")
-    check.add_argument("--trust-remote-code", action="store_true", help="let the target's own tokenizer code run")
-    check.add_argument("--json", action="store_true", help="print JSON")
+    _add_common(check)
     check.add_argument("--plot", type=Path, help="draw the drift of shared ids to this SVG")
     check.set_defaults(run=_audit)
     carry = commands.add_parser("remap", help="carry a drafter's head to another draft vocabulary")
@@ -141,8 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     carry.add_argument("--fill", default="zero", help="rows that the donor lacks: zero, mean, target, scaled or fitted")
     carry.add_argument("--target", type=Path, help="the target's folder; every fill but zero and mean reads its head")
     carry.add_argument("--output", type=Path, required=True, help="folder to write")
-    carry.add_argument("--revision", help="commit of a hub id")
-    carry.add_argument("--json", action="store_true", help="print JSON")
+    _add_common(carry)
     carry.set_defaults(run=_remap)
     export = commands.add_parser("export", help="write a drafter in the form of speculators and vLLM")
     export.add_argument("checkpoint", type=Path, help="a drafter's folder, for example artifacts/drafter")

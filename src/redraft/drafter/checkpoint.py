@@ -108,7 +108,8 @@ def write_parts(folder: Path, parts: Parts, record: dict[str, Any], row_source: 
             found=f"N {len(mapping)}, V {mapping.vocab_size} (mapping)",
         )
     with atomic.folder(folder) as partial:
-        atomic.write_json(partial / "config.json", {**parts.fields, "draft_vocab_size": rows})
+        own = {"draft_vocab_size": rows, "tie_word_embeddings": False}  # a tied head is written as a tensor of its own
+        atomic.write_json(partial / "config.json", {**parts.fields, **own})
         atomic.write_json(partial / RECORD, {**record, "mapping": mapping.hash})
         if row_source is not None:
             np.save(partial / ROW_SOURCE, row_source)
@@ -214,6 +215,8 @@ def read_parts(folder: Path) -> Parts:
         mapping = Mapping.from_offsets(d2t.numpy(), t2d.numpy(), config.vocab_size, where)
     with torch.device("meta"):
         wanted = Drafter(config).state_dict()
+    if fields.pop("tie_word_embeddings", False) and full and "embed_tokens.weight" in tensors:
+        tensors.setdefault("lm_head.weight", tensors["embed_tokens.weight"])
     tensors = {name: tensor for name, tensor in tensors.items() if name not in _IGNORED}
     _check(tensors, wanted, where)
     if len(mapping) != config.draft_vocab_size:

@@ -80,11 +80,13 @@ def read_config(folder: Path) -> tuple[DrafterConfig, dict[str, Any]]:
     flags = [flag for flag in _UNSERVED if fields.get(flag) or fields.get("eagle_config", {}).get(flag)]
     if "sliding_attention" in (fields.get("layer_types") or []):
         flags.append("layer_types: sliding_attention")
-    if flags or fields.get("tie_word_embeddings"):
+    if fields.get("tie_word_embeddings") and fields.get("draft_vocab_size") not in (None, fields.get("vocab_size")):
+        flags.append("tie_word_embeddings with a reduced vocabulary")
+    if flags:
         raise RedraftError(
             "The drafter was trained with a switch that SGLang's class does not compute like this.",
             where=path,
-            found=", ".join(flags) or "tie_word_embeddings",
+            found=", ".join(flags),
             fix="serve it where it was trained for, or choose another donor",
         )
     rope = fields.get("rope_parameters") or {}

@@ -18,6 +18,8 @@ from redraft.errors import RedraftError
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _SPECULATORS = {"Eagle3DraftModel", "Eagle3Speculator"}
+HEADER_LIMIT = 100_000_000
+"""Bytes; safetensors refuses longer headers."""
 _CAUSE = "an incomplete download, or not a file of weights"
 
 
@@ -61,10 +63,28 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in named]
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"{', '.join(repeated)} stands twice in the header")
+    return dict(pairs)
+
+
+def _check_header(path: Path) -> None:
+    """Refuse a name that stands twice, which safetensors 0.8 lets pass; all else it refuses itself."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size <= min(HEADER_LIMIT, path.stat().st_size):  # nothing is read by an unchecked length
+            json.loads(file.read(size), object_pairs_hook=_once)
+
+
 def _load(path: Path) -> dict[str, Tensor]:
     try:
+        if path.suffix == ".safetensors":
+            _check_header(path)
         return load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-    except (SafetensorError, OSError, RuntimeError, EOFError) as error:
+    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
         raise RedraftError("The drafter's weights cannot be read.", where=path, found=error, cause=_CAUSE) from error
     except Exception as error:  # pickle's own kinds of refusal have no common ancestor
         raise RedraftError(

@@ -1,6 +1,7 @@
 """Carry a donor's head to another mapping: each row moves to the slot of its token, and says where it came from."""
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def remap(donor: Checkpoint, mapping: Mapping, fill: str, target_head: Tensor) -
 
 
 def carry_head(
-    rows: Tensor, donor: Mapping, new: Mapping, fill: str, target_head: Tensor | None
+    rows: Tensor, donor: Mapping, new: Mapping, fill: str, target_head: Tensor | None, foreign: Collection[int] = ()
 ) -> tuple[Tensor, np.ndarray]:
     """The head for `new`, [N, H] in the dtype of `rows`, and where each row came from, int64 [N].
 
@@ -50,8 +51,9 @@ def carry_head(
         new: the mapping wanted.
         fill: see `remap`.
         target_head: [V, H]; `zero` and `mean` do without.
+        foreign: ids that mean another token to the donor; their rows are filled, not moved.
     """
-    source = donor.slots[new.ids]
+    source = np.where(np.isin(new.ids, list(foreign)), -1, donor.slots[new.ids])
     held = torch.from_numpy(source >= 0)
     missing = torch.from_numpy(new.ids[source < 0])
     head = target_head if target_head is not None else rows.new_empty(1, rows.shape[1]).expand(new.vocab_size, -1)
@@ -61,10 +63,12 @@ def carry_head(
     return weight, np.where(source >= 0, source, SOURCES[fill])
 
 
-def remap_folder(donor: Path, new: Mapping, fill: str, target: Path | None, out: Path) -> dict[str, int]:
+def remap_folder(
+    donor: Path, new: Mapping, fill: str, target: Path | None, out: Path, foreign: Collection[int] = ()
+) -> dict[str, int]:
     """Remap a whole checkpoint on disk, its other tensors copied as they are; the sources of the head's rows.
 
-    Nothing but the head is held in memory: the other tensors stay mapped. See `remap` for the arguments.
+    Nothing but the head is held in memory: the other tensors stay mapped. See `remap` and `carry_head`.
 
     Raises:
         RedraftError: a donor that cannot be read, another V, or a fill that needs a target without one.
@@ -82,7 +86,7 @@ def remap_folder(donor: Path, new: Mapping, fill: str, target: Path | None, out:
             "This fill reads the target's head.", where="--fill", found=fill, fix="give --target, or fill zero or mean"
         )
     head = read_ends(target).head if target is not None else None
-    weight, source = carry_head(parts.tensors["lm_head.weight"], parts.mapping, new, fill, head)
+    weight, source = carry_head(parts.tensors["lm_head.weight"], parts.mapping, new, fill, head, foreign)
     tensors = {**parts.tensors, "lm_head.weight": weight}
     rows = sources(source)
     record = {"init": "remap", "fill": fill, "rows": rows, "donor_mapping": parts.mapping.hash}

@@ -82,6 +82,16 @@ def decodable_ids(tokenizer: Any) -> set[int]:
     return set(tokenizer.get_vocab().values())
 
 
+def differing_ids(donor: Any, target: Any) -> dict[int, tuple[str | None, str | None]]:
+    """Ids whose token strings differ between two tokenizers: id to (donor's, target's), None where one has none."""
+    one, two = ({number: token for token, number in each.get_vocab().items()} for each in (donor, target))
+    return {
+        number: (one.get(number), two.get(number))
+        for number in one.keys() | two.keys()
+        if one.get(number) != two.get(number)
+    }
+
+
 def prompt_ids(tokenizer: Any, messages: list[Message]) -> list[int]:
     """Ids of `messages` with the header of the answer that is to be generated."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -62,6 +62,7 @@ def audit(
     counts: Table[str, Ids] | None = None,
     special: Table[int, str] | None = None,
     single_bytes: Collection[int] = (),
+    foreign: Table[int, tuple[str | None, str | None]] | None = None,
 ) -> Audit:
     """Compare two mappings over the same target vocabulary.
 
@@ -71,6 +72,7 @@ def audit(
         counts: by split, int64 [V], supervised tokens of a corpus.
         special: the target's special tokens by id.
         single_bytes: ids of the target's byte tokens.
+        foreign: ids that mean another token to the donor, with both tokens (`chat.differing_ids`): not shared.
 
     Raises:
         RedraftError: different V: the drafter was made for another tokenizer.
@@ -85,8 +87,9 @@ def audit(
             fix="choose a donor of the target's family, or train with init: scratch",
         )
     slots = min(len(donor), len(new))
-    same = donor.ids[:slots] == new.ids[:slots]
-    shared = np.intersect1d(donor.ids, new.ids)
+    foreign = foreign or {}
+    same = (donor.ids[:slots] == new.ids[:slots]) & ~np.isin(new.ids[:slots], list(foreign))
+    shared = np.setdiff1d(np.intersect1d(donor.ids, new.ids), list(foreign))
     drift = np.abs(new.slots[shared] - donor.slots[shared])
     same_slot = int(same.sum())
     differs = not same.all() or len(donor) != len(new)
@@ -110,7 +113,9 @@ def audit(
         drift_mean=round(float(drift.mean()), 3) if len(drift) else 0.0,
         drift_max=int(drift.max(initial=0)),
         recommended_init={"same": "keep_donor_vocab", "disjoint": "scratch"}.get(kind, "remap"),
-        verdict=_verdict(donor, new, kind, len(shared), same_slot, drift) + _lacking(donor, special or {}),
+        verdict=_verdict(donor, new, kind, len(shared), same_slot, drift)
+        + _lacking(donor, special or {})
+        + _foreign(foreign),
         coverage={
             split: {name: round(coverage(mapping, values), 6) for name, mapping in (("donor", donor), ("new", new))}
             for split, values in (counts or {}).items()
@@ -159,6 +164,15 @@ def _lacking(donor: Mapping, special: Table[int, str]) -> str:
     named = ", ".join(f"{number:,} ({special[number]})" for number in missing[:NAMED])
     more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
     return f" The donor's ids end at {donor.ids.max():,}; it lacks these special tokens of the target: {named}{more}."
+
+
+def _foreign(foreign: Table[int, tuple[str | None, str | None]]) -> str:
+    """A sentence on the ids that mean another token to the donor, if there are any."""
+    if not foreign:
+        return ""
+    named = ", ".join(f"{number:,} ({one!r}, now {two!r})" for number, (one, two) in sorted(foreign.items())[:NAMED])
+    more = f" and {len(foreign) - NAMED:,} more" if len(foreign) > NAMED else ""
+    return f" These ids mean another token to the donor and count as not shared: {named}{more}."
 
 
 def drift_curve(donor: Mapping, new: Mapping, points: int = 200) -> list[dict[str, float]]:

@@ -110,6 +110,15 @@ class Mapping:
                 found=f"{offsets.dtype}, shape {list(offsets.shape)}",
                 cause="the mapping was cast together with the weights",
             )
+        if t2d is None and len(offsets) > 2 and (np.diff(offsets) > 0).all():
+            raise RedraftError(
+                "d2t seems to hold ids rather than offsets.",
+                where=where,
+                expected="offsets, which stay the same where ids follow each other",
+                found=f"values that always rise: {offsets[:5].tolist()} ...",
+                cause="a mapping written as target ids",
+                fix="subtract the slot from every value, or give t2d as well, which decides",
+            )
         mapping = cls(offsets.astype(np.int64) + np.arange(len(offsets)), vocab_size)
         if t2d is not None:
             mapping._check_mask(np.asarray(t2d), where)
@@ -119,7 +128,7 @@ class Mapping:
         if (
             mask.dtype not in (np.bool_, np.uint8)
             or mask.shape != (self.vocab_size,)
-            or mask.astype(np.uint8).max() > 1
+            or mask.view(np.uint8).max() > 1  # the raw byte: a bool of 2 reads as true without complaint
         ):
             raise RedraftError(
                 "t2d cannot be read.",
