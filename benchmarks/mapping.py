@@ -7,6 +7,7 @@ audit is reading nothing; of a head comparison the machine's read rate; of a rem
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -76,10 +77,12 @@ def prepare(folder: Path) -> None:
     (folder / "target" / "config.json").write_text(json.dumps(config))
 
 
-def measure(command: list[str], repeats: int = 5) -> tuple[float, float]:
-    """Median seconds, and the highest anonymous memory seen, GB."""
+def measure(command: list[str], repeats: int, made: list[Path]) -> tuple[float, float]:
+    """Median seconds, and the highest anonymous memory seen, GB; `made` is removed and the disk is idle before each."""
     seconds, peak = [], 0.0
     for _ in range(repeats):
+        subprocess.run(["rm", "-rf", *made], check=True)
+        os.sync()
         began = time.perf_counter()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         done = threading.Event()
@@ -112,14 +115,16 @@ def main() -> None:
         prepare(folder)
         redraft = [sys.executable, "-m", "redraft.cli"]
         donor, other, vocab, target, out = (folder / name for name in ("donor", "other", "vocab", "target", "out"))
+        weights, copy = donor / "model.safetensors", folder / "copy"
         remap = [*redraft, "remap", donor, "--vocab", vocab, "--output", out, "--fill"]
         imports = [sys.executable, "-c", "import redraft.vocab.audit, redraft.vocab.read, redraft.vocab.describe"]
         commands = {
             "imports of an audit": (imports, 5),
             "redraft audit A B": ([*redraft, "audit", donor, other], 5),
             "redraft audit A B --heads": ([*redraft, "audit", donor, other, "--target", target, "--heads"], 5),
-            "cat of the head's bytes twice": (["sh", "-c", f"head -c 917504000 {donor}/model.safetensors | wc -c"], 5),
-            "cp of the checkpoint": (["cp", donor / "model.safetensors", folder / "copy"], 5),
+            "reading as many bytes as both heads have": (["sh", "-c", f"head -c 917504000 {weights} | wc -c"], 5),
+            "cp of the checkpoint": (["cp", weights, copy], 5),
+            "imports of a remap": ([sys.executable, "-c", "import redraft.drafter.remap, redraft.vocab.read"], 5),
             "redraft remap --fill zero": ([*remap, "zero"], 5),
             "redraft remap --fill mean": ([*remap, "mean"], 5),
             "redraft remap --fill target": ([*remap, "target", "--target", target], 5),
@@ -127,7 +132,7 @@ def main() -> None:
         }
         print("| command | median, s | peak anonymous memory, GB |\n| --- | ---: | ---: |")
         for name, (command, repeats) in commands.items():
-            seconds, memory = measure([str(part) for part in command], repeats)
+            seconds, memory = measure([str(part) for part in command], repeats, [out, copy])
             print(f"| {name} | {seconds:.2f} | {memory:.2f} |", flush=True)
 
 

@@ -186,21 +186,24 @@ def topics(forms: dict[str, str]) -> set[str]:
     return {" ".join(topic.split()) for line in forms.values() for topic in line.split("|")}
 
 
-def compose(forms: dict[str, str]) -> list[str]:
-    """Every form with each of its topics, one form after the other in turn, so that a prefix of the list mixes them."""
-    columns = [[form.format(" ".join(topic.split())) for topic in topics.split("|")] for form, topics in forms.items()]
+def compose(forms: dict[str, str]) -> list[tuple[str, str]]:
+    """(source, prompt) of every form with each of its topics, forms in turn, so that a prefix of the list mixes them."""
+    columns = [
+        [(form.replace("{}", "…"), form.format(" ".join(topic.split()))) for topic in line.split("|")]
+        for form, line in forms.items()
+    ]
     return [prompt for row in itertools.zip_longest(*columns) for prompt in row if prompt is not None]
 
 
-def tiny() -> dict[str, list[str]]:
+def tiny() -> dict[str, list[tuple[str, str]]]:
     """Questions of the generated world of `redraft.target.tiny`; every fourth question on tools is held out."""
     from redraft.target.tiny import chats
 
     tools = [question for question, _ in chats("tools")]
     return {
-        "donor": [question for question, _ in chats("animals")],
-        "train": [question for number, question in enumerate(tools) if number % 4 != number // 4 % 4],
-        "heldout": [question for number, question in enumerate(tools) if number % 4 == number // 4 % 4],
+        "donor": [("animals", question) for question, _ in chats("animals")],
+        "train": [("tools", question) for number, question in enumerate(tools) if number % 4 != number // 4 % 4],
+        "heldout": [("tools", question) for number, question in enumerate(tools) if number % 4 == number // 4 % 4],
     }
 
 
@@ -214,8 +217,8 @@ if __name__ == "__main__":
         path = Path(__file__).parent / profile / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
         rows = [
-            {"id": f"{name}-{number:03d}", "messages": [{"role": "user", "content": prompt}]}
-            for number, prompt in enumerate(prompts)
+            {"id": f"{name}-{number:03d}", "source": source, "messages": [{"role": "user", "content": prompt}]}
+            for number, (source, prompt) in enumerate(prompts)
         ]
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         print(path, len(rows))

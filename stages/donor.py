@@ -8,7 +8,7 @@ from redraft.drafter.config import exported_layer_ids
 from redraft.hidden.corpus import read_corpus
 from redraft.params import Config
 from redraft.stage import Result, run
-from redraft.target.model import aux_layers_of, read_config
+from redraft.target.model import aux_layers_of, read_config, read_ends
 from redraft.target.sources import checkout
 from redraft.train.donor import train_donor
 
@@ -24,7 +24,9 @@ def main(config: Config) -> Result:
     aux_layers = aux_layers_of(described, target.aux_layers)
     exported_layer_ids(aux_layers)
     if source is not None:
-        donor = read_donor(source, described.get_text_config(), aux_layers)
+        borrowed = read_ends(TARGET).head if params.head == "target" else None
+        donor = read_donor(source, described.get_text_config(), aux_layers, borrowed)
+        donor.record = {"source": params.source, "head": params.head}
         write_checkpoint(OUT, donor, aux_layers)
         write_curve(Path("plots/donor.csv"), [])
         return Result({"source": params.source, "slots": len(donor.mapping), "order": donor.mapping.order})

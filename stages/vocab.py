@@ -1,15 +1,27 @@
 """vocab: the draft vocabulary, by token frequency over supervised tokens."""
 
 from pathlib import Path
+from typing import Any
 
-from redraft.hidden.corpus import read_corpus
+from redraft.hidden.corpus import Corpus, read_corpus
 from redraft.params import Config
 from redraft.stage import Result, run
 from redraft.target.chat import decodable_ids, forced_ids, load_tokenizer
 from redraft.target.model import read_ends
 from redraft.vocab.build import build, count_tokens, coverage, write_vocab
+from redraft.vocab.mapping import Ids, Mapping
 
 TARGET = Path("artifacts/target")
+
+
+def count_corpus(corpus: Corpus, rows: int) -> Ids:
+    return count_tokens(corpus.input_ids.numpy(), corpus.loss_mask.numpy(), rows)
+
+
+def by_source(corpus: Corpus, mapping: Mapping) -> dict[str, float]:
+    parts = {source or "unnamed": corpus.part(indices) for source, indices in corpus.by_source().items()}
+    rows = mapping.vocab_size
+    return {source: round(coverage(mapping, count_corpus(part, rows)), 6) for source, part in parts.items()}
 
 
 def main(config: Config) -> Result:
@@ -17,14 +29,11 @@ def main(config: Config) -> Result:
     tokenizer = load_tokenizer(TARGET, config.profile.target.trust_remote_code)
     corpora = {split: read_corpus(Path(f"artifacts/corpus/{split}.safetensors")) for split in ("train", "heldout")}
     rows = len(read_ends(TARGET).embed)
-    counts = {
-        split: count_tokens(corpus.input_ids.numpy(), corpus.loss_mask.numpy(), rows)
-        for split, corpus in corpora.items()
-    }
+    counts = {split: count_corpus(corpus, rows) for split, corpus in corpora.items()}
     forced = forced_ids(tokenizer, special=params.force_special, single_bytes=params.force_bytes)
     built = build(counts["train"], params.size, forced=forced, decodable=decodable_ids(tokenizer))
     write_vocab(Path("artifacts/vocab"), built, counts, {"corpus": corpora["train"].identity})
-    metrics = {
+    metrics: dict[str, Any] = {
         "slots": len(built.mapping),
         "forced": built.forced,
         "padded": built.padded,
@@ -32,6 +41,7 @@ def main(config: Config) -> Result:
         "coverage_train": round(coverage(built.mapping, counts["train"]), 6),
         "coverage_heldout": round(coverage(built.mapping, counts["heldout"]), 6),
     }
+    metrics["coverage_by_source"] = {split: by_source(corpus, built.mapping) for split, corpus in corpora.items()}
     return Result(metrics, headline={"vocab/coverage_heldout": metrics["coverage_heldout"]})
 
 

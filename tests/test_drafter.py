@@ -454,6 +454,15 @@ def test_a_checkpoint_remapped_on_disk_is_the_one_remapped_in_memory(fill: str, 
     assert config == {**json.loads((folder / "config.json").read_text()), "draft_vocab_size": SLOTS + 4}
 
 
+def test_a_donor_without_a_head_is_refused_unless_it_may_borrow(folder: Path) -> None:
+    edit(folder, lambda t: t.pop("lm_head.weight"))
+    target = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, model_type="llama")
+    with pytest.raises(RedraftError, match=r"donor\.head: target"):
+        read_donor(folder, target, AUX)
+    borrowed = read_donor(folder, target, AUX, HEAD)
+    assert torch.equal(borrowed.drafter.lm_head.weight, HEAD[borrowed.mapping.ids])
+
+
 def test_rows_of_ids_that_mean_another_token_are_filled(folder: Path, tmp_path: Path) -> None:
     mapping = some_checkpoint().mapping
     foreign = [int(mapping.ids[3])]

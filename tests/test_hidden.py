@@ -165,6 +165,8 @@ def test_a_corpus_is_read_as_written_and_knows_what_it_was_made_of(tiny_folder: 
     write_corpus(tmp_path / "c.safetensors", corpus)
     again = read_corpus(tmp_path / "c.safetensors")
     assert again.identity == corpus.identity
+    assert again.sources == corpus.sources == ["tools"] * 8
+    assert again.by_source() == {"tools": list(range(8))}
     assert again.identity.keys() == {"file", "tokenizer", "template", "max_length", "sha256", "content"}
     assert counts == {
         "samples": 8,

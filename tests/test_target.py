@@ -20,6 +20,7 @@ from redraft.target.chat import (
     load_tokenizer,
     prompt_ids,
     read_chats,
+    require_markers,
     show_sample,
     special_ids,
     stop_ids,
@@ -192,6 +193,21 @@ def test_ids_whose_tokens_differ_are_listed(tiny_folder: Path) -> None:
     two.add_tokens(["<think>"])
     assert differing_ids(one, two) == {640: (None, "<think>")}
     assert differing_ids(one, one) == {}
+
+
+def test_a_marker_that_is_cut_into_other_tokens_is_refused(tiny_folder: Path) -> None:
+    tokenizer = load_tokenizer(tiny_folder)
+    require_markers(tokenizer)
+
+    class Broken:
+        all_special_ids, added_tokens_decoder = [2], {}
+        convert_ids_to_tokens = staticmethod(lambda number: "<|end|>")
+
+        def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+            return {"input_ids": [30, 90]}
+
+    with pytest.raises(RedraftError, match=r"<\|end\|>"):
+        require_markers(Broken())
 
 
 def test_special_and_byte_tokens_are_found(tiny_folder: Path) -> None:

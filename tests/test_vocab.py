@@ -91,6 +91,7 @@ def test_the_audit_counts_what_sets_count(pair: tuple[Mapping, Mapping]) -> None
     assert found.first_divergence == divergence
     assert found.differing_slots + found.same_slot == len(two)
     assert found.coverage["x"]["donor"] == pytest.approx(coverage(donor, counts), abs=1e-6)
+    assert found.special["0 zero"] == ("neither", "new", "donor", "both")[2 * (0 in one) + (0 in two)]
     assert found.tokens["byte"] == {"donor": 0 in one, "new": 0 in two, "neither": 0 not in one + two, "all": 1}
     assert ("lacks these special tokens" in found.verdict) == (0 not in one)
     moved = [two.index(number) - one.index(number) for number in set(one) & set(two)]

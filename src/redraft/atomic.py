@@ -38,8 +38,11 @@ def write_json(path: Path | str, value: Any) -> None:
 
 
 @contextmanager
-def folder(path: Path | str) -> Iterator[Path]:
-    """Yield an empty temporary folder that becomes `path` when the block ends without an error."""
+def folder(path: Path | str, *, sync: bool = True) -> Iterator[Path]:
+    """Yield an empty temporary folder that becomes `path` when the block ends without an error.
+
+    Without `sync` the files may not survive a loss of power; a process that dies leaves nothing half-written anyway.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
@@ -47,7 +50,7 @@ def folder(path: Path | str) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
-        for file in partial.rglob("*"):
+        for file in partial.rglob("*") if sync else ():
             _sync(file)
         if path.exists():
             shutil.rmtree(path)

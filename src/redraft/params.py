@@ -162,6 +162,8 @@ class DonorParams(_Section):
     """`train` (fitted here on the donor corpus), a checkpoint folder, or a hub id."""
     revision: str | None = None
     """Commit of a hub id."""
+    head: Literal["own", "target"] = "own"
+    """`target`: a donor without a head of its own borrows the target's rows; without this it is refused."""
     train: FitParams | None = None
     """Required by `source: train`."""
     shape: DrafterShape | None = None

@@ -5,19 +5,20 @@ missing, unexpected, mis-shaped, non-finite or wrongly typed tensor is an error 
 """
 
 import json
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from redraft import atomic
 from redraft.drafter.config import config_json, exported_layer_ids, read_config
 from redraft.drafter.dialect import read_tensors, sglang_name, speculators_form, speculators_name
 from redraft.drafter.model import Drafter, DrafterConfig
+from redraft.drafter.stream import write_safetensors
 from redraft.errors import RedraftError
 from redraft.vocab.mapping import Mapping
 
@@ -87,7 +88,15 @@ def _parts(checkpoint: Checkpoint, layer_ids: list[int]) -> Parts:
     return Parts(config, config_json(config, layer_ids), tensors, checkpoint.mapping)
 
 
-def write_parts(folder: Path, parts: Parts, record: dict[str, Any], row_source: np.ndarray | None) -> None:
+def write_parts(
+    folder: Path,
+    parts: Parts,
+    record: dict[str, Any],
+    row_source: np.ndarray | None,
+    *,
+    before: Callable[[], object] = lambda: None,
+    made: Container[str] | None = None,
+) -> None:
     """Write a drafter in SGLang's form to `folder`, then read it back and compare tensor by tensor.
 
     Args:
@@ -95,6 +104,9 @@ def write_parts(folder: Path, parts: Parts, record: dict[str, Any], row_source: 
         parts: the drafter; `draft_vocab_size` is written from its mapping.
         record: how it came about, for `redraft.json`.
         row_source: where each head row came from, int64 [N].
+        before: called before the folder appears; an error there leaves nothing.
+        made: tensors that are new, if the others are copies of a file: then only these are compared, and nothing waits
+            for the disk, since the copy can be made again.
 
     Raises:
         RedraftError: head and mapping do not agree.
@@ -107,13 +119,14 @@ def write_parts(folder: Path, parts: Parts, record: dict[str, Any], row_source: 
             expected=f"N {rows}, V {parts.config.vocab_size} (head)",
             found=f"N {len(mapping)}, V {mapping.vocab_size} (mapping)",
         )
-    with atomic.folder(folder) as partial:
+    with atomic.folder(folder, sync=made is None) as partial:
         own = {"draft_vocab_size": rows, "tie_word_embeddings": False}  # a tied head is written as a tensor of its own
         atomic.write_json(partial / "config.json", {**parts.fields, **own})
         atomic.write_json(partial / RECORD, {**record, "mapping": mapping.hash})
         if row_source is not None:
             np.save(partial / ROW_SOURCE, row_source)
-        _write_tensors(partial, _with_mapping(parts), mapping)
+        _write_tensors(partial, _with_mapping(parts), mapping, made)
+        before()
 
 
 def _with_mapping(parts: Parts) -> dict[str, Tensor]:
@@ -121,15 +134,14 @@ def _with_mapping(parts: Parts) -> dict[str, Tensor]:
     return {**parts.tensors, "d2t": d2t, "t2d": t2d}
 
 
-def _write_tensors(folder: Path, tensors: dict[str, Tensor], mapping: Mapping) -> None:
-    """Write the weights and compare what is read back.
-
-    One metadata key only: safetensors writes several in random order, and equal drafters should give equal bytes.
-    """
-    save_file(tensors, folder / WEIGHTS, {"redraft": json.dumps({"mapping": mapping.hash})})
-    again = _with_mapping(read_parts(folder))
+def _write_tensors(
+    folder: Path, tensors: dict[str, Tensor], mapping: Mapping, made: Container[str] | None = None
+) -> None:
+    """Write the weights and compare what is read back: all of it, or the tensors `made` and every name and shape."""
+    write_safetensors(folder / WEIGHTS, tensors, json.dumps({"mapping": mapping.hash}))
+    again = _with_mapping(read_parts(folder, finite=False))
     for name, tensor in tensors.items():
-        if not torch.equal(again[sglang_name(name)], tensor):
+        if (made is None or name in made) and not torch.equal(again[sglang_name(name)], tensor):
             raise RedraftError("A tensor changed between writing and reading.", where=f"{folder}: {name}")
 
 
@@ -139,7 +151,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         RedraftError: as `read_parts`; or the mapping is not the one that the drafter was written with.
     """
-    parts = read_parts(folder)
+    return _checkpoint(folder, read_parts(folder))
+
+
+def _checkpoint(folder: Path, parts: Parts) -> Checkpoint:
     drafter = Drafter(parts.config)
     drafter.load_state_dict({name: tensor.float() for name, tensor in parts.tensors.items()})
     record = json.loads((folder / RECORD).read_text()) if (folder / RECORD).is_file() else {}
@@ -155,18 +170,19 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(drafter, parts.mapping, record, row_source)
 
 
-def read_donor(folder: Path, target: Any, aux_layers: tuple[int, ...]) -> Checkpoint:
+def read_donor(folder: Path, target: Any, aux_layers: tuple[int, ...], target_head: Tensor | None = None) -> Checkpoint:
     """Read a drafter as donor for a target: `read_checkpoint`, and it must fit.
 
     Args:
         folder: the donor's.
         target: text configuration of the target: `hidden_size`, `vocab_size`, `model_type`.
         aux_layers: inputs of layers.
+        target_head: [V, H], whose rows a donor without a head of its own borrows; None refuses such a donor.
 
     Raises:
         RedraftError: another hidden size or V, or layer ids that are neither these inputs nor these outputs.
     """
-    parts = read_parts(folder)
+    parts = read_parts(folder, target_head=target_head)
     found = {"hidden size": parts.config.hidden_size, "V": parts.config.vocab_size}
     expected = {"hidden size": target.hidden_size, "V": target.vocab_size}
     if found != expected:
@@ -188,11 +204,13 @@ def read_donor(folder: Path, target: Any, aux_layers: tuple[int, ...]) -> Checkp
             found=ids,
             fix="write the donor's layers, as inputs of layers, to target.aux_layers in the profile",
         )
-    return read_checkpoint(folder)
+    return _checkpoint(folder, parts)
 
 
-def read_parts(folder: Path) -> Parts:
-    """Read a drafter's configuration, mapping and mapped tensors, checked.
+def read_parts(folder: Path, *, finite: bool = True, target_head: Tensor | None = None) -> Parts:
+    """Read a drafter's configuration, mapping and mapped tensors, checked; without `finite` no value is read.
+
+    A head that is missing is taken from `target_head` [V, H] if that is given.
 
     Raises:
         RedraftError: no or incomplete config.json, a flag that SGLang's class does not implement, files that cannot be
@@ -213,12 +231,16 @@ def read_parts(folder: Path) -> Parts:
         mapping = Mapping(np.arange(config.vocab_size), config.vocab_size)
     else:
         mapping = Mapping.from_offsets(d2t.numpy(), t2d.numpy(), config.vocab_size, where)
+    if target_head is not None and "lm_head.weight" not in tensors:
+        tensors["lm_head.weight"] = target_head[torch.from_numpy(mapping.ids)]
     with torch.device("meta"):
         wanted = Drafter(config).state_dict()
     if fields.pop("tie_word_embeddings", False) and full and "embed_tokens.weight" in tensors:
         tensors.setdefault("lm_head.weight", tensors["embed_tokens.weight"])
     tensors = {name: tensor for name, tensor in tensors.items() if name not in _IGNORED}
     _check(tensors, wanted, where)
+    if finite:
+        require_finite(tensors, where)
     if len(mapping) != config.draft_vocab_size:
         raise RedraftError(
             "Mapping and head have different numbers of slots.",
@@ -238,6 +260,9 @@ def _check(tensors: dict[str, Tensor], wanted: dict[str, Tensor], where: str) ->
             expected=f"missing here: {', '.join(missing) or 'none'}",
             found=f"not known: {', '.join(unknown) or 'none'}",
             cause="a trainer's prefix was left on the names, or the export was cut short",
+            fix="donor.head: target in the profile borrows the target's rows"
+            if missing == ["lm_head.weight"]
+            else None,
         )
     for name, tensor in tensors.items():
         if tensor.shape != wanted[name].shape:
@@ -247,15 +272,26 @@ def _check(tensors: dict[str, Tensor], wanted: dict[str, Tensor], where: str) ->
                 expected=list(wanted[name].shape),
                 found=list(tensor.shape),
             )
-        if not tensor.is_floating_point() or not _finite(tensor):
+        if not tensor.is_floating_point():
             raise RedraftError(
                 "A tensor of the drafter cannot be used.",
                 where=f"{where}: {name}",
-                expected="finite floating-point values",
-                found=tensor.dtype if not tensor.is_floating_point() else "NaN or infinity",
+                expected="floating-point values",
+                found=tensor.dtype,
             )
 
 
-def _finite(tensor: Tensor) -> bool:
-    """Whether all values are finite; the sum tells in one pass, and only a sum that is not asks every value."""
-    return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
+def require_finite(tensors: dict[str, Tensor], where: str) -> None:
+    """Refuse NaN and infinity; the least and the largest value tell in one pass, since NaN is both.
+
+    Raises:
+        RedraftError: naming the tensor.
+    """
+    for name, tensor in tensors.items():
+        if not bool(torch.stack(torch.aminmax(tensor)).isfinite().all()):
+            raise RedraftError(
+                "A tensor of the drafter cannot be used.",
+                where=f"{where}: {name}",
+                expected="finite values",
+                found="NaN or infinity",
+            )

@@ -40,12 +40,13 @@ class Shared:
 
 def zero(shared: Shared, wanted: Tensor) -> Tensor:
     """Rows of zeros: the logit of an unknown id is 0."""
-    return torch.zeros(wanted.shape)
+    return torch.zeros(1, 1).expand(wanted.shape)
 
 
 def mean(shared: Shared, wanted: Tensor) -> Tensor:
     """The mean of the donor's rows: an unknown id scores as the average one."""
-    return shared.donor.mean(0, dtype=torch.float32).expand(wanted.shape).clone()
+    parts = [part.sum(0, dtype=torch.float32) for part in shared.donor.split(CHUNK)]
+    return (torch.stack(parts).sum(0) / len(shared.donor)).expand(wanted.shape)
 
 
 def target(shared: Shared, wanted: Tensor) -> Tensor:
@@ -75,20 +76,23 @@ def fitted(shared: Shared, wanted: Tensor) -> Tensor:
     held = torch.arange(len(x)) % HELDOUT_EVERY == HELDOUT_EVERY - 1
     if not held.any():
         return scaled(shared, wanted)
-    x_mean, y_mean = x[~held].mean(0), y[~held].mean(0)
-    x -= x_mean
-    y -= y_mean
-    gram, cross = x[~held].T @ x[~held], x[~held].T @ y[~held]
+    x_held, y_held, x, y = x[held], y[held], x[~held], y[~held]
+    x_mean, y_mean = x.mean(0), y.mean(0)
+    for states, centre in ((x, x_mean), (y, y_mean), (x_held, x_mean), (y_held, y_mean)):
+        states -= centre
+    gram, cross = x.T @ x, x.T @ y
+    del x, y
     size = gram.diagonal().mean().clamp(min=1e-12)
     some = slice(None, None, max(1, features // CHOOSING_FEATURES))
 
     def solve(ridge: float, outputs: slice) -> Tensor:
-        loaded = gram.clone()
-        loaded.diagonal().add_(ridge * size)
-        return torch.cholesky_solve(cross[:, outputs], torch.linalg.cholesky(loaded))
+        gram.diagonal().add_(ridge * size)
+        lower = torch.linalg.cholesky(gram)
+        gram.diagonal().sub_(ridge * size)
+        return torch.cholesky_solve(cross[:, outputs], lower)
 
     def error(ridge: float) -> float:
-        return float((x[held] @ solve(ridge, some) - y[held][:, some]).square().mean())
+        return float((x_held @ solve(ridge, some) - y_held[:, some]).square().mean())
 
     return (wanted.float() - x_mean) @ solve(min(RIDGES, key=error), slice(None)) + y_mean
 

@@ -2,11 +2,11 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from redraft.vocab.mapping import Ids
 
-CHUNK = 2048
+CHUNK = 256
+"""Rows at once: what stays in cache at a hidden size of 7168."""
 
 
 def compare_heads(rows: Tensor, target_head: Tensor, ids: Ids) -> dict[str, float]:
@@ -20,9 +20,10 @@ def compare_heads(rows: Tensor, target_head: Tensor, ids: Ids) -> dict[str, floa
     sums = torch.zeros(3, dtype=torch.float64)
     for start in range(0, len(ids), CHUNK):
         mine, its = rows[start : start + CHUNK].float(), target_head[ids[start : start + CHUNK]].float()
-        parts = (mine.norm(dim=1), its.norm(dim=1), F.cosine_similarity(mine, its, dim=1))
-        sums += torch.stack([part.double().sum() for part in parts])
-    drafter, target, cosine = (sums / len(ids)).tolist()
+        one, two = torch.linalg.vecdot(mine, mine).sqrt(), torch.linalg.vecdot(its, its).sqrt()
+        cosine = torch.linalg.vecdot(mine, its) / (one * two).clamp(min=1e-12)
+        sums += torch.stack([one, two, cosine]).double().sum(1)
+    drafter, target, angle = (sums / len(ids)).tolist()
     ratio = drafter / max(target, 1e-12)
-    figures = {"drafter_norm": drafter, "target_norm": target, "norm_ratio": ratio, "cosine": cosine}
+    figures = {"drafter_norm": drafter, "target_norm": target, "norm_ratio": ratio, "cosine": angle}
     return {name: round(value, 5) for name, value in figures.items()}

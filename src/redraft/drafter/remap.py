@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redraft.drafter.checkpoint import Checkpoint, read_parts, write_parts
+from redraft.drafter.checkpoint import Checkpoint, read_parts, require_finite, write_parts
 from redraft.drafter.fill import Shared, fill_rows
 from redraft.drafter.model import Drafter
 from redraft.errors import RedraftError
@@ -57,8 +58,7 @@ def carry_head(
     held = torch.from_numpy(source >= 0)
     missing = torch.from_numpy(new.ids[source < 0])
     head = target_head if target_head is not None else rows.new_empty(1, rows.shape[1]).expand(new.vocab_size, -1)
-    weight = rows.new_empty(len(new), rows.shape[1])
-    weight[held] = rows[torch.from_numpy(source[source >= 0])]
+    weight = rows[torch.from_numpy(np.maximum(source, 0))]
     weight[~held] = fill_rows(fill, Shared(rows, head, torch.from_numpy(donor.ids)), head[missing]).to(rows.dtype)
     return weight, np.where(source >= 0, source, SOURCES[fill])
 
@@ -73,7 +73,7 @@ def remap_folder(
     Raises:
         RedraftError: a donor that cannot be read, another V, or a fill that needs a target without one.
     """
-    parts = read_parts(donor)
+    parts = read_parts(donor, finite=False)
     if parts.mapping.vocab_size != new.vocab_size:
         raise RedraftError(
             "Donor and new vocabulary belong to different targets.",
@@ -86,11 +86,15 @@ def remap_folder(
             "This fill reads the target's head.", where="--fill", found=fill, fix="give --target, or fill zero or mean"
         )
     head = read_ends(target).head if target is not None else None
-    weight, source = carry_head(parts.tensors["lm_head.weight"], parts.mapping, new, fill, head, foreign)
-    tensors = {**parts.tensors, "lm_head.weight": weight}
-    rows = sources(source)
-    record = {"init": "remap", "fill": fill, "rows": rows, "donor_mapping": parts.mapping.hash}
-    write_parts(out, replace(parts, tensors=tensors, mapping=new), record, source)
+    with ThreadPoolExecutor(1) as pool:
+        checked = pool.submit(require_finite, parts.tensors, str(donor))
+        weight, source = carry_head(parts.tensors["lm_head.weight"], parts.mapping, new, fill, head, foreign)
+        tensors = {**parts.tensors, "lm_head.weight": weight}
+        rows = sources(source)
+        record = {"init": "remap", "fill": fill, "rows": rows, "donor_mapping": parts.mapping.hash}
+        own = {"lm_head.weight", "d2t", "t2d"}
+        carried = replace(parts, tensors=tensors, mapping=new)
+        write_parts(out, carried, record, source, before=checked.result, made=own)
     return rows
 
 

@@ -6,6 +6,7 @@ and the hashes of file, tokenizer and template, the maximum length and V.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from redraft import atomic
 from redraft.errors import RedraftError
 from redraft.params import CorpusParams
-from redraft.target.chat import Sample, read_chats, template_hash, tokenize, tokenizer_hash
+from redraft.target.chat import Sample, read_chats, require_markers, template_hash, tokenize, tokenizer_hash
 
 
 @dataclass
@@ -33,6 +34,8 @@ class Corpus:
     """int64 [D+1]."""
     samples: list[str]
     """Ids of the documents."""
+    sources: list[str]
+    """Where each document came from, as the corpus file says; empty text if it does not."""
     identity: dict[str, Any]
     """Hashes and limits by which consumers know it."""
 
@@ -44,12 +47,19 @@ class Corpus:
         start, end = self.offsets[index : index + 2].tolist()
         return self.input_ids[start:end], self.loss_mask[start:end]
 
+    def by_source(self) -> dict[str, list[int]]:
+        """Indices of the documents of every source, in alphabetical order."""
+        found: dict[str, list[int]] = {}
+        for index, source in enumerate(self.sources):
+            found.setdefault(source, []).append(index)
+        return dict(sorted(found.items()))
+
     def prompt(self, index: int) -> list[int]:
         """The ids before the first answer of a document."""
         ids, mask = self.document(index)
         return ids[: int(mask.argmax())].tolist()
 
-    def part(self, indices: range) -> "Corpus":
+    def part(self, indices: Sequence[int]) -> "Corpus":
         """The documents of `indices`, as a corpus of their own."""
         documents = [self.document(index) for index in indices]
         lengths = torch.tensor([0, *(len(ids) for ids, _ in documents)])
@@ -58,7 +68,8 @@ class Corpus:
             torch.cat([mask for _, mask in documents]),
             lengths.cumsum(0),
             [self.samples[index] for index in indices],
-            {**self.identity, "part": [indices.start, indices.stop]},
+            [self.sources[index] for index in indices],
+            {**self.identity, "part": list(indices)},
         )
 
 
@@ -86,13 +97,15 @@ def gather(samples: dict[str, Sample], identity: dict[str, Any], max_dropped: fl
     content = hashlib.sha256()
     for tensor in (offsets, ids, mask):
         content.update(tensor.numpy().tobytes())
-    return Corpus(ids, mask, offsets, list(kept), {**identity, "content": content.hexdigest()}), dropped
+    sources = [sample.source for sample in kept.values()]
+    return Corpus(ids, mask, offsets, list(kept), sources, {**identity, "content": content.hexdigest()}), dropped
 
 
 def write_corpus(path: Path, corpus: Corpus) -> None:
     """Write one split."""
     tensors = {name: getattr(corpus, name) for name in ("input_ids", "loss_mask", "offsets")}
-    record = json.dumps({"samples": corpus.samples, "identity": corpus.identity}, sort_keys=True)
+    fields = {"samples": corpus.samples, "sources": corpus.sources, "identity": corpus.identity}
+    record = json.dumps(fields, sort_keys=True)
     atomic.write_bytes(path, save(tensors, {"redraft": record}))
 
 
@@ -125,10 +138,15 @@ def tokenize_file(
     }
     if optional and not path.exists():
         nothing = torch.zeros(0)
-        return Corpus(nothing.int(), nothing.byte(), torch.zeros(1, dtype=torch.int64), [], identity), {"samples": 0}
+        return Corpus(nothing.int(), nothing.byte(), torch.zeros(1, dtype=torch.int64), [], [], identity), {
+            "samples": 0
+        }
+    require_markers(tokenizer)
     identity["sha256"] = hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()
-    chats = {chat["id"]: chat["messages"] for chat in read_chats(path)}
-    samples = {name: tokenize(tokenizer, messages, params.max_length) for name, messages in chats.items()}
+    samples = {}
+    for chat in read_chats(path):
+        samples[chat["id"]] = tokenize(tokenizer, chat["messages"], params.max_length)
+        samples[chat["id"]].source = chat.get("source", "")
     corpus, dropped = gather(samples, identity, params.max_dropped)
     counts = {
         "samples": len(corpus),

@@ -101,8 +101,18 @@ def _audit(audit: Metrics, vocab: Metrics) -> str:
         f"Forced in: {vocab['forced']}; topped up with unseen ids: {vocab['padded']}.\n\n"
         f"The donor's head rows are {heads['norm_ratio']:.2f} times as long as the target's for the same ids, at a "
         f"mean cosine of {heads['cosine']:.2f}: how far the target's rows can stand in for missing ones.\n\n"
+        f"{_by_source(vocab)}"
         f"{_figure('drift', 'Slots by which a shared id moved, against its slot in the donor')}"
     )
+
+
+def _by_source(vocab: Metrics) -> str:
+    """The sources that the new vocabulary covers least, held out; nothing if the corpus names none."""
+    shares = sorted(vocab["coverage_by_source"]["heldout"].items(), key=lambda row: row[1])
+    if len(shares) < 2:
+        return ""
+    rows = [(source, f"{share:.1%}") for source, share in shares[:4]]
+    return f"{markdown(('least covered held-out sources', 'new vocabulary'), rows)}\n\n"
 
 
 def _first_step(params: Params, remap: Metrics) -> str:

@@ -82,6 +82,24 @@ def decodable_ids(tokenizer: Any) -> set[int]:
     return set(tokenizer.get_vocab().values())
 
 
+def require_markers(tokenizer: Any) -> None:
+    """Refuse a tokenizer whose special tokens do not encode to their own id: chats would be cut into other tokens.
+
+    Raises:
+        RedraftError: naming the token, the id in the tokenizer's configuration and the ids that it gives.
+    """
+    for number, text in special_tokens(tokenizer).items():
+        given = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if given != [number]:
+            raise RedraftError(
+                "A special token does not encode to its own id.",
+                where=f"tokenizer: {text}",
+                expected=[number],
+                found=given,
+                cause="another tokenizer class than the target's own, or trust_remote_code is off",
+            )
+
+
 def differing_ids(donor: Any, target: Any) -> dict[int, tuple[str | None, str | None]]:
     """Ids whose token strings differ between two tokenizers: id to (donor's, target's), None where one has none."""
     one, two = ({number: token for token, number in each.get_vocab().items()} for each in (donor, target))
@@ -139,6 +157,8 @@ class Sample:
     """1 where the token belongs to an answer, else 0; as long as `ids`."""
     dropped: str | None = None
     """Why nothing is supervised: `no answer`, `boundary` (a token crosses it) or `truncated`."""
+    source: str = ""
+    """Where the chat came from, as the corpus file says."""
 
 
 def tokenize(tokenizer: Any, messages: list[Message], max_length: int) -> Sample:

@@ -6,7 +6,6 @@ Aux layers are written down as *inputs of layers*: state `i` is the residual str
 """
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -184,7 +183,6 @@ class Ends:
     """Language model head, [V, H]; the same tensor as `embed` if tied."""
     norm: Tensor
     """Weight of the final norm, [H]."""
-    norm_eps: float
 
 
 def read_ends(folder: Path) -> Ends:
@@ -195,16 +193,13 @@ def read_ends(folder: Path) -> Ends:
             missing head although the configuration does not tie it.
     """
     weights = weights_folder(folder)
-    config = read_config(folder)
-    text = config.get_text_config()
     shards = _shards(weights)
     embed_key = _only(shards, "embed_tokens.weight", weights)
     stem = embed_key.removesuffix("embed_tokens.weight")
-    head_keys = [key for key in shards if key.endswith("lm_head.weight")]
     embed = _read(weights, shards, embed_key)
-    if head_keys:
+    if any(key.endswith("lm_head.weight") for key in shards):
         head = _read(weights, shards, _only(shards, "lm_head.weight", weights))
-    elif text.tie_word_embeddings or config.tie_word_embeddings:
+    elif _tied(folder):
         head = embed
     else:
         raise RedraftError(
@@ -213,15 +208,25 @@ def read_ends(folder: Path) -> Ends:
             expected="a tensor that ends in lm_head.weight, or tie_word_embeddings: true",
             found="neither",
         )
-    if embed.shape != head.shape or embed.shape[1] != text.hidden_size:
+    if embed.shape != head.shape:
         raise RedraftError(
             "Embedding and head of the target do not agree.",
             where=weights,
-            expected=f"[V, {text.hidden_size}] both",
+            expected="one shape",
             found=f"embedding {list(embed.shape)}, head {list(head.shape)}",
         )
-    eps = float(getattr(text, "rms_norm_eps", math.nan))
-    return Ends(embed, head, _read(weights, shards, f"{stem}norm.weight"), eps)
+    return Ends(embed, head, _read(weights, shards, f"{stem}norm.weight"))
+
+
+def _tied(folder: Path) -> bool:
+    """Whether the configuration ties the head to the embedding; asks transformers only for a default."""
+    fields = json.loads((folder / "config.json").read_text())
+    flags = [
+        part["tie_word_embeddings"]
+        for part in (fields, fields.get("text_config") or {})
+        if "tie_word_embeddings" in part
+    ]
+    return any(flags) if flags else bool(read_config(folder).get_text_config().tie_word_embeddings)
 
 
 def _shards(weights: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ from redraft.hidden.extract import extract_folder
 from redraft.hidden.store import HiddenStates
 from redraft.params import Profile
 from redraft.target.chat import decodable_ids, forced_ids, load_tokenizer
-from redraft.target.model import read_ends
+from redraft.target.model import read_config, read_ends
 from redraft.train.loop import Fitted, fit
 from redraft.vocab.build import build, count_tokens
 
@@ -46,7 +46,7 @@ def train_donor(target: Path, corpus: Corpus, profile: Profile) -> tuple[Checkpo
         hidden_size=hidden,
         vocab_size=rows,
         draft_vocab_size=params.size,
-        rms_norm_eps=ends.norm_eps,
+        rms_norm_eps=read_config(target, profile.target.trust_remote_code).get_text_config().rms_norm_eps,
         **params.shape.model_dump(),
     )
     donor = Checkpoint(Drafter.fresh(shape, params.train.seed), vocabulary.mapping, {"source": "train"})

@@ -42,6 +42,8 @@ class Audit:
     """`same`, `drift` (both ascending, so ids gained or lost shift what follows), `reordered` or `disjoint`."""
     drift_mean: float
     """Mean of |new slot - donor slot| over shared ids, slots."""
+    drift_median: float
+    drift_p95: float
     drift_max: int
     recommended_init: str
     verdict: str
@@ -49,6 +51,8 @@ class Audit:
     """By split: share of supervised tokens in the donor's vocabulary (what keeping it costs) and in the new one."""
     tokens: dict[str, dict[str, int]] = field(default_factory=dict)
     """Of special and of byte tokens: how many are in the donor's vocabulary, in the new one, in neither."""
+    special: dict[str, str] = field(default_factory=dict)
+    """Every special token, by id and text: `both`, `donor`, `new` or `neither`."""
 
     def metrics(self) -> dict[str, Any]:
         """The fields as JSON values."""
@@ -111,6 +115,8 @@ def audit(
         first_divergence=(slots if same.all() else int(np.argmin(same))) if differs else None,
         kind=kind,
         drift_mean=round(float(drift.mean()), 3) if len(drift) else 0.0,
+        drift_median=round(float(np.median(drift)), 3) if len(drift) else 0.0,
+        drift_p95=round(float(np.quantile(drift, 0.95)), 3) if len(drift) else 0.0,
         drift_max=int(drift.max(initial=0)),
         recommended_init={"same": "keep_donor_vocab", "disjoint": "scratch"}.get(kind, "remap"),
         verdict=_verdict(donor, new, kind, len(shared), same_slot, drift)
@@ -120,6 +126,7 @@ def audit(
             split: {name: round(coverage(mapping, values), 6) for name, mapping in (("donor", donor), ("new", new))}
             for split, values in (counts or {}).items()
         },
+        special={f"{number} {text}": _place(donor, new, number) for number, text in sorted((special or {}).items())},
         tokens={name: _where(donor, new, ids) for name, ids in groups.items() if ids},
     )
 
@@ -136,6 +143,11 @@ def _where(donor: Mapping, new: Mapping, ids: list[int]) -> dict[str, int]:
     in_donor, in_new = donor.t2d[ids], new.t2d[ids]
     neither = ~(in_donor | in_new)
     return {"donor": int(in_donor.sum()), "new": int(in_new.sum()), "neither": int(neither.sum()), "all": len(ids)}
+
+
+def _place(donor: Mapping, new: Mapping, number: int) -> str:
+    held = (bool(donor.t2d[number]), bool(new.t2d[number]))
+    return {(True, True): "both", (True, False): "donor", (False, True): "new", (False, False): "neither"}[held]
 
 
 def _verdict(donor: Mapping, new: Mapping, kind: str, shared: int, same_slot: int, drift: Ids) -> str:

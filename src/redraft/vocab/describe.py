@@ -42,6 +42,8 @@ def describe(audit: Audit, a: str, b: str) -> str:
         ("moved", f"{audit.moved:,}"),
         ("first slot that differs", "none" if audit.first_divergence is None else f"{audit.first_divergence:,}"),
         ("moved by, mean", f"{audit.drift_mean:.1f} slots"),
+        ("moved by, median", f"{audit.drift_median:.1f} slots"),
+        ("moved by, 95 % at most", f"{audit.drift_p95:.1f} slots"),
         ("moved by, at most", f"{audit.drift_max:,} slots"),
     ]
     verdict = textwrap.fill(f"{audit.kind}: {audit.verdict}", WIDTH)
