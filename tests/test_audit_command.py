@@ -20,7 +20,7 @@ SLOTS, VOCAB, SHARED, SAME = 32_000, 163_840, 25_750, 252
 LAST = (163_586, 163_607)
 """Highest ids: d2t ends at 131,587 and 131,608, each plus slot 31,999."""
 MARKERS = {163_606: "<think>", 163_607: "</think>"}
-SEED = 173
+SEED = 122
 """The first seed with exactly 252 same slots."""
 
 
@@ -28,10 +28,11 @@ def pair(seed: int) -> tuple[Mapping, Mapping]:
     """Two random ascending mappings with the set sizes, the common start and the ends of the known case."""
     generator = np.random.default_rng(seed)
     free = generator.permutation(np.arange(20, LAST[0]))
-    inner, own = SHARED - 20, SLOTS - SHARED - 1
-    both, one, two = free[:inner], free[inner : inner + own], free[inner + own : inner + 2 * own]
-    start = np.arange(20)
-    ids = (np.concatenate([start, both, mine, [last]]) for mine, last in ((one, LAST[0]), (two, LAST[1])))
+    inner, own = SHARED - 20, SLOTS - SHARED
+    start, both = np.arange(20), free[:inner]
+    one = [*free[inner : inner + own - 1], LAST[0]]
+    two = [*free[inner + own : inner + 2 * own - 2], *MARKERS]
+    ids = (np.concatenate([start, both, mine]) for mine in (one, two))
     donor, new = (Mapping(np.sort(chosen), VOCAB) for chosen in ids)
     return donor, new
 
