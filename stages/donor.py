@@ -9,7 +9,7 @@ from redraft.hidden.corpus import read_corpus
 from redraft.params import Config
 from redraft.stage import Result, run
 from redraft.target.model import aux_layers_of, read_config, read_ends
-from redraft.target.sources import checkout
+from redraft.target.sources import DRAFTER_FILES, checkout
 from redraft.train.donor import train_donor
 
 OUT = Path("artifacts/donor")
@@ -19,7 +19,7 @@ TARGET = Path("artifacts/target")
 def main(config: Config) -> Result:
     params, target = config.profile.donor, config.profile.target
     # first, because what reads the target's folder takes the hub offline for the whole process
-    source = checkout(params.source, params.revision) if params.source != "train" else None
+    source = checkout(params.source, params.revision, DRAFTER_FILES) if params.source != "train" else None
     described = read_config(TARGET, target.trust_remote_code)
     aux_layers = aux_layers_of(described, target.aux_layers)
     exported_layer_ids(aux_layers)

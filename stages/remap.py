@@ -2,9 +2,10 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 from redraft.drafter.checkpoint import read_checkpoint, write_checkpoint
-from redraft.drafter.remap import count_sources, initial
+from redraft.drafter.remap import count_sources, initial, prove
 from redraft.hidden.extract import target_hash
 from redraft.hidden.store import HiddenStates
 from redraft.params import Config
@@ -32,7 +33,7 @@ def main(config: Config) -> Result:
     if knobs.init == "naive":
         print(WARNING)
     option = f"remap_{fill}" if knobs.init == "remap" else knobs.init
-    metrics = {
+    metrics: dict[str, Any] = {
         "init": knobs.init,
         "option": option,
         "ln_n": round(math.log(len(mapping)), 6),
@@ -40,6 +41,8 @@ def main(config: Config) -> Result:
         "rows": count_sources(chosen),
         "first_step": table,
     }
+    if knobs.init == "remap":
+        metrics["proof"] = prove(donor, chosen)
     loss = {"remap/first_loss": table[option]["loss"], "remap/naive_first_loss": table["naive"]["loss"]}
     return Result(metrics, headline={**loss, "remap/first_accuracy": table[option]["accuracy"]})
 

@@ -12,6 +12,7 @@ from redraft.vocab.build import build, count_tokens, coverage, write_vocab
 from redraft.vocab.mapping import Ids, Mapping
 
 TARGET = Path("artifacts/target")
+MAX_PADDED = 0.1  # share of slots, before it is worth a warning
 
 
 def count_corpus(corpus: Corpus, rows: int) -> Ids:
@@ -41,6 +42,8 @@ def main(config: Config) -> Result:
         "coverage_train": round(coverage(built.mapping, counts["train"]), 6),
         "coverage_heldout": round(coverage(built.mapping, counts["heldout"]), 6),
     }
+    if built.padded > MAX_PADDED * len(built.mapping):
+        print(f"warning: {built.padded:,} of {len(built.mapping):,} slots hold ids that the corpus never shows")
     metrics["coverage_by_source"] = {split: by_source(corpus, built.mapping) for split, corpus in corpora.items()}
     return Result(metrics, headline={"vocab/coverage_heldout": metrics["coverage_heldout"]})
 

@@ -106,6 +106,7 @@ def test_mappings_are_read_from_wherever_they_lie(tmp_path: Path) -> None:
         (b"", "incomplete download"),
         ({"fc.weight": np.ones((2, 2))}, "not complete"),
         ({"d2t": np.arange(4)}, "not complete"),
+        ({"d2t": np.zeros(7, int), "t2d": np.arange(8) < 7, "lm_head.weight": np.ones((6, 2))}, "6 (rows of lm_head"),
         ({"d2t": np.arange(4) * 0.5, "t2d": np.ones(8, bool)}, "float64"),
     ],
 )
@@ -130,3 +131,26 @@ def test_one_mapping_by_itself_with_the_targets_tokens(tiny_folder: Path, tmp_pa
     lines = {line.split("  ")[0]: line.split()[-1] for line in done.stdout.splitlines() if line}
     assert lines["special tokens, of 3"] == "0"
     assert lines["byte tokens, of 256"] == "256"
+
+
+def test_a_config_that_disagrees_with_the_mapping_is_told(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "drafter", some_checkpoint(), (2, 4, 5))
+    path = tmp_path / "drafter" / "config.json"
+    config = json.loads(path.read_text())
+    for change, named in (({"vocab_size": 97}, r"\[97\]"), ({"draft_vocab_size": 9}, "9 (draft_vocab_size")):
+        path.write_text(json.dumps({**config, **change}))
+        done = command(tmp_path / "drafter")
+        assert done.returncode == 1
+        assert named.replace("\\", "") in done.stderr
+
+
+def test_an_output_that_is_there_is_never_removed(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "drafter", some_checkpoint(), (2, 4, 5))
+    code = "from redraft.cli import main; main()"
+    arguments = ("remap", tmp_path / "drafter", "--vocab", tmp_path / "drafter", "--output", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "is there already" in done.stderr
+    assert (tmp_path / "drafter" / "config.json").is_file()

@@ -25,7 +25,7 @@ from redraft.drafter.config import exported_layer_ids
 from redraft.drafter.fill import FILLS, Shared, fill_rows
 from redraft.drafter.heads import compare_heads
 from redraft.drafter.model import Drafter
-from redraft.drafter.remap import SOURCES, count_sources, initial, remap, remap_folder
+from redraft.drafter.remap import SOURCES, carry_head, count_sources, initial, prove, remap, remap_folder
 from redraft.errors import RedraftError
 from redraft.target.model import read_ends
 from redraft.vocab.mapping import Mapping
@@ -110,6 +110,7 @@ def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> N
         (lambda t: t.update({"norm.weight": torch.full((HIDDEN,), float("nan"))}), "NaN"),
         (lambda t: t.update({"norm.weight": torch.ones(HIDDEN, dtype=torch.int64)}), "int64"),
         (lambda t: t.pop("d2t"), "mapping is not complete"),
+        (lambda t: t.update({"norm.weight": torch.ones(HIDDEN).double()}), "float64"),
         (lambda t: (t.pop("d2t"), t.pop("t2d")), "mapping is not complete"),
         (lambda t: t.update({"d2t": t["d2t"].float()}), "float32"),
         (lambda t: t.update({"d2t": torch.from_numpy(some_mapping(7).d2t)}), "different ids"),
@@ -288,7 +289,7 @@ def test_other_forms_of_the_same_drafter(folder: Path, form: str) -> None:
         index = {"weight_map": {name: file for file, own in parts.items() for name in own}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     elif form == "fp16":
-        cast = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+        cast = {name: t.half() if t.is_floating_point() else t for name, t in tensors.items()}
         save_file(cast, folder / "model.safetensors")
     elif form == "text_config":
         own = {"architectures", "eagle_config", "draft_vocab_size"}
@@ -364,11 +365,18 @@ def test_rows_of_shared_ids_move_unchanged(pair: tuple[Mapping, Mapping], fill: 
 def test_logits_of_shared_ids_are_the_same_for_any_state() -> None:
     donor, new = some_checkpoint(0), some_mapping(3)
     made = remap(donor, new, "zero", HEAD)
-    states = torch.randn(50, HIDDEN)
-    before, after = donor.drafter.logits(states), made.drafter.logits(states)
     shared = np.intersect1d(donor.mapping.ids, new.ids)
+    for seed in range(5):
+        states = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(seed))
+        before, after = (each.drafter.logits(states).detach() for each in (donor, made))
+        one, two = before[:, donor.mapping.slots[shared]], after[:, new.slots[shared]]
+        assert float((one - two).abs().max() / one.abs().max()) < 1e-6
+    assert prove(donor, made) == {"shared_rows": len(shared), "largest_difference": pytest.approx(0, abs=1e-6)}
     assert len(shared) > 2
-    assert torch.allclose(before[:, donor.mapping.slots[shared]], after[:, new.slots[shared]], rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        made.drafter.lm_head.weight[new.slots[shared[1]]] += 1e-3
+    with pytest.raises(RedraftError, match=str(shared[1])):
+        prove(donor, made)
 
 
 @pytest.mark.parametrize("init", ["remap", "keep_donor_vocab", "naive", "scratch"])
@@ -452,6 +460,12 @@ def test_a_checkpoint_remapped_on_disk_is_the_one_remapped_in_memory(fill: str, 
             assert torch.equal(made.drafter.state_dict()[name], tensor), name
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == {**json.loads((folder / "config.json").read_text()), "draft_vocab_size": SLOTS + 4}
+    swapped = load_file(tmp_path / "out" / "model.safetensors")
+    other = some_mapping(5, slots=SLOTS + 4)
+    swapped |= {"d2t": torch.from_numpy(other.d2t), "t2d": torch.from_numpy(other.t2d)}
+    save_file(swapped, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(RedraftError, match="not the one it was written with"):
+        remap_folder(tmp_path / "out", new, "zero", None, tmp_path / "again")
 
 
 def test_a_donor_without_a_head_is_refused_unless_it_may_borrow(folder: Path) -> None:
@@ -469,6 +483,19 @@ def test_rows_of_ids_that_mean_another_token_are_filled(folder: Path, tmp_path: 
     rows = remap_folder(folder, mapping, "zero", None, tmp_path / "out", foreign)
     assert (rows["kept"], rows["zero"]) == (SLOTS - 1, 1)
     assert not read_checkpoint(tmp_path / "out").drafter.lm_head.weight[3].any()
+    head = some_checkpoint().drafter.lm_head.weight.detach()
+    mean, _ = carry_head(head, mapping, mapping, "mean", None, foreign)
+    others = torch.arange(SLOTS) != 3
+    assert torch.allclose(mean[3], head[others].mean(0), atol=1e-6)
+
+
+def test_a_drafter_of_speculators_is_remapped_to_what_sglang_reads(folder: Path, tmp_path: Path) -> None:
+    as_speculators(folder, eagle_aux_hidden_state_layer_ids=list(AUX))
+    remap_folder(folder, some_mapping(3), "zero", None, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+    assert config["rope_theta"] == 10000.0
+    assert read_checkpoint(tmp_path / "out").record["aux_layers"] == list(AUX)
 
 
 def test_a_full_vocabulary_is_cut_to_a_reduced_one_and_back(tmp_path: Path) -> None:

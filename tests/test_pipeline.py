@@ -1,6 +1,7 @@
 """The DVC file: code deps cover what each stage imports, and nothing that is not for git gets into it."""
 
 import ast
+import re
 import subprocess
 from pathlib import Path
 
@@ -47,6 +48,21 @@ def closure(path: Path) -> set[str]:
 def test_code_deps_are_exactly_what_the_stage_imports(stage: str) -> None:
     listed = {dep for dep in DVC[stage]["deps"] if dep.endswith(".py")}
     assert listed == closure(ROOT / "stages" / f"{stage}.py") | {f"stages/{stage}.py"}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_a_stage_reads_and_writes_is_declared(stage: str) -> None:
+    text = (ROOT / "stages" / f"{stage}.py").read_text()
+    outs = [next(iter(out)) if isinstance(out, dict) else out for out in DVC[stage].get("outs", [])]
+    declared = [*DVC[stage]["deps"], *outs]
+    for used in re.findall(r"\"(artifacts/[^\"{]*)", text):
+        assert any(used.startswith(name) or name.startswith(used) for name in declared), used
+    entries = [entry for entry in DVC[stage].get("params", []) if isinstance(entry, dict)]
+    listed = {name.split(".")[0] for entry in entries for names in entry.values() for name in names}
+    if "artifacts/target" in declared:
+        listed.add("target")  # how the target is read; what it is comes with the artefact
+    used_sections = set(re.findall(r"config\.profile\.(\w+)", text)) | ({"train"} if "config.fit()" in text else set())
+    assert used_sections <= listed
 
 
 def test_every_stage_script_is_in_the_pipeline() -> None:

@@ -50,8 +50,10 @@ def _audit(arguments: argparse.Namespace) -> None:
     from redraft.vocab.describe import describe, describe_one
     from redraft.vocab.read import read_mapping
 
-    one = read_mapping(arguments.a, arguments.revision)
-    two = read_mapping(arguments.b, arguments.revision) if arguments.b else one
+    one = read_mapping(arguments.a)
+    two = read_mapping(arguments.b) if arguments.b else one
+    if arguments.target and not arguments.target.is_dir():
+        raise RedraftError("The target is no folder.", where="--target", found=arguments.target)
     special: dict[int, str] = {}
     single_bytes: set[int] = set()
     counts = None
@@ -69,7 +71,7 @@ def _audit(arguments: argparse.Namespace) -> None:
         ids, mask = corpus.input_ids.numpy(), corpus.loss_mask.numpy()
         counts = {arguments.corpus.stem: count_tokens(ids, mask, two.vocab_size)}
     found = audit(one, two, counts=counts, special=special, single_bytes=single_bytes, foreign=foreign)
-    heads = _heads(arguments, one) if arguments.heads else {}
+    heads = _heads(arguments, one, two) if arguments.heads else {}
     if arguments.plot:
         from redraft.report.plots import drift, save_svg
 
@@ -98,26 +100,29 @@ def _foreign(arguments: argparse.Namespace) -> dict[int, tuple[str | None, str |
     return differing_ids(load_tokenizer(arguments.donor_tokenizer, trust), load_tokenizer(arguments.target, trust))
 
 
-def _heads(arguments: argparse.Namespace, donor: "Mapping") -> dict[str, float]:
+def _heads(arguments: argparse.Namespace, donor: "Mapping", new: "Mapping") -> dict[str, float]:
+    """The donor's head rows against the target's, for the ids in both vocabularies."""
     from redraft.drafter.dialect import read_tensors
     from redraft.drafter.heads import compare_heads
     from redraft.target.model import read_ends
-    from redraft.target.sources import checkout
+    from redraft.target.sources import DRAFTER_FILES, checkout
 
     if not arguments.target:
         raise RedraftError("A comparison of heads needs the target.", where="--heads", fix="give --target as well")
-    tensors = read_tensors(checkout(arguments.a, arguments.revision))
+    tensors = read_tensors(checkout(arguments.a, None, DRAFTER_FILES))
     if "lm_head.weight" not in tensors:
         raise RedraftError("A has no head to compare.", where=arguments.a, expected="lm_head.weight")
-    return compare_heads(tensors["lm_head.weight"], read_ends(arguments.target).head, donor.ids)
+    shared = donor.ids[new.slots[donor.ids] >= 0]
+    return compare_heads(tensors["lm_head.weight"][donor.slots[shared]], read_ends(arguments.target).head, shared)
 
 
 def _remap(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch in huge pages: half the time of a head of 459 MB
     from redraft.drafter.remap import remap_folder
-    from redraft.target.sources import checkout
+    from redraft.target.sources import DRAFTER_FILES, checkout
     from redraft.vocab.read import read_mapping
 
+    _require_new(arguments.output)
     if arguments.fill == "auto":
         raise RedraftError(
             "`auto` compares first-step losses, which need hidden states.",
@@ -125,7 +130,7 @@ def _remap(arguments: argparse.Namespace) -> None:
             found="auto",
             fix="choose a fill, or let the pipeline's remap stage choose (fill: auto in params.yaml)",
         )
-    donor, new = checkout(arguments.donor, arguments.revision), read_mapping(arguments.vocab)
+    donor, new = checkout(arguments.donor, None, DRAFTER_FILES), read_mapping(arguments.vocab)
     rows = remap_folder(donor, new, arguments.fill, arguments.target, arguments.output, _foreign(arguments))
     if arguments.json:
         print(json.dumps(rows, indent=2))
@@ -134,9 +139,15 @@ def _remap(arguments: argparse.Namespace) -> None:
     print("\n".join(f"  {number:>9,}  {name}" for name, number in rows.items() if number))
 
 
+def _require_new(output: Path) -> None:
+    if output.exists():
+        raise RedraftError("The output is there already.", where=output, fix="remove it, or give another --output")
+
+
 def _export(arguments: argparse.Namespace) -> None:
     from redraft.drafter.checkpoint import export_speculators, read_checkpoint
 
+    _require_new(arguments.output)
     checkpoint = read_checkpoint(arguments.checkpoint)
     layers = checkpoint.record.get("aux_layers") or arguments.aux_layers
     if not layers:
@@ -154,7 +165,6 @@ def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--donor-tokenizer", type=Path, help="the donor's own target: ids with other tokens are not shared"
     )
-    command.add_argument("--revision", help="commit of a hub id")
     command.add_argument("--trust-remote-code", action="store_true", help="let a tokenizer's own code run")
     command.add_argument("--json", action="store_true", help="print JSON")
 
@@ -173,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     answer.add_argument("--batch", type=int, default=40, help="prompts at once (default %(default)s)")
     answer.set_defaults(run=_regenerate)
     check = commands.add_parser("audit", help="compare two draft vocabularies: do they agree, and what follows?")
-    place = "a checkpoint folder, a safetensors file, a hub id, or artifacts/vocab"
+    place = "a checkpoint folder, a safetensors file, ORG/NAME@COMMIT, or artifacts/vocab"
     check.add_argument("a", metavar="A", help=f"the donor: {place}")
     check.add_argument("b", metavar="B", nargs="?", help="the new vocabulary: likewise")
     check.add_argument("--target", type=Path, help="the target's folder: names its special tokens")
@@ -185,9 +195,10 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--plot", type=Path, help="draw the drift of shared ids to this SVG")
     check.set_defaults(run=_audit)
     carry = commands.add_parser("remap", help="carry a drafter's head to another draft vocabulary")
-    carry.add_argument("donor", metavar="DONOR", help="a checkpoint folder or a hub id")
+    carry.add_argument("donor", metavar="DONOR", help="a checkpoint folder or ORG/NAME@COMMIT")
     carry.add_argument("--vocab", required=True, help=f"the new vocabulary: {place}")
-    carry.add_argument("--fill", default="zero", help="rows that the donor lacks: zero, mean, target, scaled or fitted")
+    fills = ("zero", "mean", "target", "scaled", "fitted", "auto")
+    carry.add_argument("--fill", default="zero", choices=fills, help="rows that the donor lacks (default %(default)s)")
     carry.add_argument("--target", type=Path, help="the target's folder; every fill but zero and mean reads its head")
     carry.add_argument("--output", type=Path, required=True, help="folder to write")
     _add_common(carry)

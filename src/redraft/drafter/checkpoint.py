@@ -16,8 +16,9 @@ from torch import Tensor
 
 from redraft import atomic
 from redraft.drafter.config import config_json, exported_layer_ids, read_config
-from redraft.drafter.dialect import read_tensors, sglang_name, speculators_form, speculators_name
+from redraft.drafter.dialect import read_tensors, speculators_form
 from redraft.drafter.model import Drafter, DrafterConfig
+from redraft.drafter.names import declared_layers, sglang_name, speculators_name
 from redraft.drafter.stream import write_safetensors
 from redraft.errors import RedraftError
 from redraft.vocab.mapping import Mapping
@@ -25,6 +26,7 @@ from redraft.vocab.mapping import Mapping
 WEIGHTS = "model.safetensors"
 RECORD = "redraft.json"
 ROW_SOURCE = "row_source.npy"
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _IGNORED = {"embed_tokens.weight"}  # SGLang replaces it by the target's
 
 
@@ -38,6 +40,8 @@ class Parts:
     tensors: dict[str, Tensor]
     """Weights by their names in `Drafter`, in the dtype of the file."""
     mapping: Mapping
+    record: dict[str, Any] = field(default_factory=dict)
+    """`redraft.json`, if there is one."""
 
 
 @dataclass
@@ -157,17 +161,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 def _checkpoint(folder: Path, parts: Parts) -> Checkpoint:
     drafter = Drafter(parts.config)
     drafter.load_state_dict({name: tensor.float() for name, tensor in parts.tensors.items()})
-    record = json.loads((folder / RECORD).read_text()) if (folder / RECORD).is_file() else {}
-    if record.get("mapping", parts.mapping.hash) != parts.mapping.hash:
-        raise RedraftError(
-            "The drafter's mapping is not the one it was written with.",
-            where=folder,
-            expected=record["mapping"],
-            found=parts.mapping.hash,
-            cause="d2t was replaced after training; the head still belongs to the old mapping",
-        )
     row_source = np.load(folder / ROW_SOURCE) if (folder / ROW_SOURCE).is_file() else None
-    return Checkpoint(drafter, parts.mapping, record, row_source)
+    return Checkpoint(drafter, parts.mapping, parts.record, row_source)
 
 
 def read_donor(folder: Path, target: Any, aux_layers: tuple[int, ...], target_head: Tensor | None = None) -> Checkpoint:
@@ -193,15 +188,13 @@ def read_donor(folder: Path, target: Any, aux_layers: tuple[int, ...], target_he
             found=f"{found} (fc {list(parts.tensors['fc.weight'].shape)})",
             fix="choose a donor of the target's family",
         )
-    ids = parts.fields.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
-    ids = ids or parts.fields.get("eagle_aux_hidden_state_layer_ids")
-    known = [list(aux_layers), [layer - 1 for layer in aux_layers]]
-    if ids and ids not in known:
+    layers = declared_layers(parts.fields)
+    if layers not in (None, aux_layers):
         raise RedraftError(
             "The donor was trained on other layers of the target.",
             where=folder / "config.json",
-            expected=f"{known[0]} as inputs of layers, or {known[1]} as outputs",
-            found=ids,
+            expected=f"{list(aux_layers)}, as inputs of layers",
+            found=list(layers or ()),
             fix="write the donor's layers, as inputs of layers, to target.aux_layers in the profile",
         )
     return _checkpoint(folder, parts)
@@ -220,17 +213,17 @@ def read_parts(folder: Path, *, finite: bool = True, target_head: Tensor | None 
     tensors, where = read_tensors(folder), str(folder)
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     full = config.draft_vocab_size == config.vocab_size
-    if (d2t is None) != (t2d is None) or (d2t is None and not full):
+    if d2t is None and (t2d is not None or not full):
         raise RedraftError(
             "The mapping is not complete.",
             where=where,
-            expected="d2t and t2d, or neither with a full draft vocabulary",
-            found="d2t" if d2t is not None else "t2d" if t2d is not None else "neither",
+            expected="d2t and t2d, d2t alone, or neither with a full draft vocabulary",
+            found="t2d" if t2d is not None else "neither",
         )
-    if d2t is None or t2d is None:
+    if d2t is None:
         mapping = Mapping(np.arange(config.vocab_size), config.vocab_size)
     else:
-        mapping = Mapping.from_offsets(d2t.numpy(), t2d.numpy(), config.vocab_size, where)
+        mapping = Mapping.from_offsets(d2t.numpy(), None if t2d is None else t2d.numpy(), config.vocab_size, where)
     if target_head is not None and "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = target_head[torch.from_numpy(mapping.ids)]
     with torch.device("meta"):
@@ -248,7 +241,9 @@ def read_parts(folder: Path, *, finite: bool = True, target_head: Tensor | None 
             expected=f"{config.draft_vocab_size} (draft_vocab_size)",
             found=len(mapping),
         )
-    return Parts(config, fields, tensors, mapping)
+    record = json.loads((folder / RECORD).read_text()) if (folder / RECORD).is_file() else {}
+    mapping.require_hash(record.get("mapping"), folder)
+    return Parts(config, fields, tensors, mapping, record)
 
 
 def _check(tensors: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> None:
@@ -272,12 +267,13 @@ def _check(tensors: dict[str, Tensor], wanted: dict[str, Tensor], where: str) ->
                 expected=list(wanted[name].shape),
                 found=list(tensor.shape),
             )
-        if not tensor.is_floating_point():
+        if tensor.dtype not in FLOATS:
             raise RedraftError(
                 "A tensor of the drafter cannot be used.",
                 where=f"{where}: {name}",
-                expected="floating-point values",
+                expected="one of " + ", ".join(map(str, FLOATS)),
                 found=tensor.dtype,
+                fix="a quantised drafter has to be dequantised first" if tensor.itemsize == 1 else None,
             )
 
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from redraft.drafter.dialect import ARCHITECTURE, flat_config
 from redraft.drafter.model import DrafterConfig
+from redraft.drafter.names import ARCHITECTURE, flat_config
 from redraft.errors import RedraftError
 
 _UNSERVED = (
@@ -77,7 +77,7 @@ def read_config(folder: Path) -> tuple[DrafterConfig, dict[str, Any]]:
             expected=f"architectures [{ARCHITECTURE}], num_hidden_layers 1",
             found=f"architectures {fields.get('architectures')}, num_hidden_layers {fields.get('num_hidden_layers')}",
         )
-    flags = [flag for flag in _UNSERVED if fields.get(flag) or fields.get("eagle_config", {}).get(flag)]
+    flags = [flag for flag in _UNSERVED if fields.get(flag) or (fields.get("eagle_config") or {}).get(flag)]
     if "sliding_attention" in (fields.get("layer_types") or []):
         flags.append("layer_types: sliding_attention")
     if fields.get("tie_word_embeddings") and fields.get("draft_vocab_size") not in (None, fields.get("vocab_size")):

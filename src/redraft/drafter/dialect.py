@@ -1,9 +1,4 @@
-"""What others call the parts of a drafter: files, tensor names and configurations, brought to SGLang's form.
-
-SGLang and SpecForge write `midlayer.*`; speculators and vLLM write `layers.0.*` with the shape nested in
-`transformer_layer_config`; both may stand behind a `model.` prefix. Nothing is dropped here: what is not known keeps
-its name, and the strict reader refuses it.
-"""
+"""A drafter's files in every dialect: where the tensors lie, and the configuration that speculators and vLLM read."""
 
 import json
 from pathlib import Path
@@ -14,10 +9,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from redraft.drafter.names import sglang_name
 from redraft.errors import RedraftError
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-_SPECULATORS = {"Eagle3DraftModel", "Eagle3Speculator"}
 HEADER_LIMIT = 100_000_000
 """Bytes; safetensors refuses longer headers."""
 _CAUSE = "an incomplete download, or not a file of weights"
@@ -95,26 +89,6 @@ def _load(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def sglang_name(name: str) -> str:
-    """The name of a tensor in SGLang's form (`llama_eagle3.py:load_weights`)."""
-    name = name.removeprefix("model.")
-    if name.startswith("layers.0."):
-        return "midlayer." + name.removeprefix("layers.0.")
-    return "d2t" if name == "draft_id_to_target_id" else name
-
-
-def flat_config(fields: dict[str, Any]) -> dict[str, Any]:
-    """A drafter's `config.json` with nested parts laid flat and the architecture named as SGLang does."""
-    nested = fields.get("transformer_layer_config") or fields.get("text_config") or {}
-    flat = {**nested, **{name: value for name, value in fields.items() if not isinstance(value, dict) or name in _KEPT}}
-    if set(fields.get("architectures") or []) <= _SPECULATORS and "transformer_layer_config" in fields:
-        flat["architectures"] = [ARCHITECTURE]
-    return flat
-
-
-_KEPT = {"eagle_config", "rope_scaling", "rope_parameters"}
-
-
 def speculators_form(config: dict[str, Any], layers: tuple[int, ...], verifier: str) -> dict[str, Any]:
     """The configuration of speculators and vLLM for a drafter whose `config.json` in SGLang's form is `config`.
 
@@ -143,8 +117,3 @@ def speculators_form(config: dict[str, Any], layers: tuple[int, ...], verifier: 
         },
         "transformer_layer_config": {**shape, "rope_parameters": rope},
     }
-
-
-def speculators_name(name: str) -> str:
-    """The name of a tensor in the form of speculators, from SGLang's."""
-    return name.replace("midlayer.", "layers.0.")

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from redraft.errors import RedraftError
 from redraft.vocab.mapping import Ids
 
 CHUNK = 256
@@ -17,6 +18,13 @@ def compare_heads(rows: Tensor, target_head: Tensor, ids: Ids) -> dict[str, floa
         target_head: [V, H].
         ids: int64 [N], the target id of every row.
     """
+    if rows.shape[1] != target_head.shape[1] or ids.max() >= len(target_head):
+        raise RedraftError(
+            "The two heads belong to different models.",
+            where="target",
+            expected=f"[more than {ids.max()}, {rows.shape[1]}]",
+            found=list(target_head.shape),
+        )
     sums = torch.zeros(3, dtype=torch.float64)
     for start in range(0, len(ids), CHUNK):
         mine, its = rows[start : start + CHUNK].float(), target_head[ids[start : start + CHUNK]].float()

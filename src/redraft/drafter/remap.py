@@ -3,16 +3,20 @@
 from collections import Counter
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from redraft.drafter.checkpoint import Checkpoint, read_parts, require_finite, write_parts
+from redraft.drafter.config import config_json, exported_layer_ids
 from redraft.drafter.fill import Shared, fill_rows
 from redraft.drafter.model import Drafter
+from redraft.drafter.names import declared_layers
 from redraft.errors import RedraftError
 from redraft.target.model import read_ends
 from redraft.vocab.mapping import Mapping
@@ -54,12 +58,23 @@ def carry_head(
         target_head: [V, H]; `zero` and `mean` do without.
         foreign: ids that mean another token to the donor; their rows are filled, not moved.
     """
+    expected = [new.vocab_size, rows.shape[1]]
+    if target_head is not None and list(target_head.shape) != expected:
+        raise RedraftError(
+            "The target's head does not fit the drafter.",
+            where="target",
+            expected=expected,
+            found=list(target_head.shape),
+            cause="another target than the drafter's",
+        )
     source = np.where(np.isin(new.ids, list(foreign)), -1, donor.slots[new.ids])
     held = torch.from_numpy(source >= 0)
     missing = torch.from_numpy(new.ids[source < 0])
     head = target_head if target_head is not None else rows.new_empty(1, rows.shape[1]).expand(new.vocab_size, -1)
+    own = torch.from_numpy(~np.isin(donor.ids, list(foreign)))
+    shared = Shared(rows if bool(own.all()) else rows[own], head, torch.from_numpy(donor.ids)[own])
     weight = rows[torch.from_numpy(np.maximum(source, 0))]
-    weight[~held] = fill_rows(fill, Shared(rows, head, torch.from_numpy(donor.ids)), head[missing]).to(rows.dtype)
+    weight[~held] = fill_rows(fill, shared, head[missing]).to(rows.dtype)
     return weight, np.where(source >= 0, source, SOURCES[fill])
 
 
@@ -91,11 +106,36 @@ def remap_folder(
         weight, source = carry_head(parts.tensors["lm_head.weight"], parts.mapping, new, fill, head, foreign)
         tensors = {**parts.tensors, "lm_head.weight": weight}
         rows = sources(source)
-        record = {"init": "remap", "fill": fill, "rows": rows, "donor_mapping": parts.mapping.hash}
-        own = {"lm_head.weight", "d2t", "t2d"}
-        carried = replace(parts, tensors=tensors, mapping=new)
-        write_parts(out, carried, record, source, before=checked.result, made=own)
+        record: dict[str, Any] = {"init": "remap", "fill": fill, "rows": rows, "donor_mapping": parts.mapping.hash}
+        layers = declared_layers(parts.fields)
+        record["aux_layers"] = list(layers or ())
+        fields = config_json(
+            replace(parts.config, draft_vocab_size=len(new)), exported_layer_ids(layers) if layers else []
+        )
+        carried = replace(parts, tensors=tensors, mapping=new, fields=fields)
+        write_parts(out, carried, record, source, before=checked.result, made={"lm_head.weight", "d2t", "t2d"})
     return rows
+
+
+def prove(donor: Checkpoint, made: Checkpoint, states: int = 64) -> dict[str, float]:
+    """Proof of a remap: rows of shared ids are the same bytes, and so are their logits for any state, in float32.
+
+    Returns:
+        `shared_rows`, and `largest_difference` of their logits over `states` random states, relative to the largest.
+
+    Raises:
+        RedraftError: a row that changed.
+    """
+    shared = np.intersect1d(donor.mapping.ids, made.mapping.ids)
+    before = donor.drafter.lm_head.weight.detach()[donor.mapping.slots[shared]]
+    after = made.drafter.lm_head.weight.detach()[made.mapping.slots[shared]]
+    changed = shared[(before != after).any(1).numpy()]
+    if len(changed):
+        raise RedraftError("The remap changed rows of shared ids.", where="lm_head.weight", found=changed[:5].tolist())
+    inputs = torch.randn(states, before.shape[1], generator=torch.Generator().manual_seed(0))
+    one, two = (each.drafter.logits(inputs).detach()[:, each.mapping.slots[shared]] for each in (donor, made))
+    difference = (one - two).abs().max() / one.abs().max().clamp(min=1e-12) if len(shared) else torch.zeros(())
+    return {"shared_rows": len(shared), "largest_difference": float(f"{float(difference):.3g}")}
 
 
 def initial(init: str, fill: str, donor: Checkpoint, mapping: Mapping, target_head: Tensor, seed: int) -> Checkpoint:
@@ -113,7 +153,7 @@ def initial(init: str, fill: str, donor: Checkpoint, mapping: Mapping, target_he
     if init == "remap":
         made = remap(donor, mapping, fill, target_head)
     elif init == "keep_donor_vocab":
-        made = Checkpoint(donor.drafter, donor.mapping, row_source=np.arange(len(donor.mapping)))
+        made = Checkpoint(deepcopy(donor.drafter), donor.mapping, row_source=np.arange(len(donor.mapping)))
     elif init == "naive":
         made = _naive(donor, mapping, seed)
     else:

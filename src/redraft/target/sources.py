@@ -20,6 +20,7 @@ from redraft.params import TargetParams
 from redraft.target.hf import offline_transformers
 
 RECORD = "target.json"
+DRAFTER_FILES = ("*.safetensors", "*.bin")
 _NOT_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "tiktoken*")
 
 
@@ -82,8 +83,10 @@ def _stamps(weights: Path) -> dict[str, list[int]]:
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
-def checkout(source: str, revision: str | None) -> Path:
+def checkout(source: str, revision: str | None, weights: tuple[str, ...] = ("*.safetensors",)) -> Path:
     """The local folder of `source`: itself if it exists, else a snapshot of the hub id at `revision`.
+
+    `ORG/NAME@COMMIT` names both at once; `weights` are the patterns of weight files to fetch.
 
     Raises:
         RedraftError: neither a folder nor a hub id, or the hub cannot be reached.
@@ -91,11 +94,13 @@ def checkout(source: str, revision: str | None) -> Path:
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
+    if revision is None and "@" in source:
+        source, revision = source.split("@", 1)
     if folder.is_absolute() or source.startswith(".") or source.count("/") != 1:
         raise RedraftError(
             "The source is neither a folder nor a hub id.",
             where=source,
-            expected="an existing folder, or ORG/NAME",
+            expected="an existing folder, or ORG/NAME@COMMIT",
             fix="check the path; with `dvc exp run --temp` give an absolute one",
         )
     if revision is None:
@@ -108,7 +113,7 @@ def checkout(source: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = ["*.safetensors", *_NOT_WEIGHTS]
+        patterns = [*weights, *_NOT_WEIGHTS]
         return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except Exception as error:  # many kinds of failure (offline, gated, missing), one answer
         raise RedraftError(

@@ -35,6 +35,7 @@ def describe(audit: Audit, a: str, b: str) -> str:
             for kind, found in audit.tokens.items()
         ),
     ]
+    neither = [(f"{kind} tokens in neither", f"{found['neither']:,}") for kind, found in audit.tokens.items()]
     both = [
         ("ids in both", f"{audit.shared:,}"),
         ("same slot", f"{audit.same_slot:,}"),
@@ -45,6 +46,7 @@ def describe(audit: Audit, a: str, b: str) -> str:
         ("moved by, median", f"{audit.drift_median:.1f} slots"),
         ("moved by, 95 % at most", f"{audit.drift_p95:.1f} slots"),
         ("moved by, at most", f"{audit.drift_max:,} slots"),
+        *neither,
     ]
     verdict = textwrap.fill(f"{audit.kind}: {audit.verdict}", WIDTH)
     init = f"recommended init: {audit.recommended_init}"
@@ -56,6 +58,7 @@ def describe_one(mapping: Mapping, audit: Audit, a: str) -> str:
     rows = [
         ("slots", f"{len(mapping):,}"),
         ("target vocabulary", f"{mapping.vocab_size:,}"),
+        ("kind", "full vocabulary" if len(mapping) == mapping.vocab_size else "reduced"),
         ("order", mapping.order),
         ("highest id", f"{audit.donor_last:,}"),
         ("hash", mapping.hash[:16]),

@@ -88,6 +88,21 @@ class Mapping:
         """SHA-256 of V and the ids in slot order: the identity that every artefact carries."""
         return hashlib.sha256(f"{self.vocab_size}:".encode() + self.ids.astype("<i8").tobytes()).hexdigest()
 
+    def require_hash(self, expected: str | None, where: object) -> None:
+        """Refuse a mapping that is not the one a drafter was written with; None asks nothing.
+
+        Raises:
+            RedraftError: with both hashes.
+        """
+        if expected not in (None, self.hash):
+            raise RedraftError(
+                "The drafter's mapping is not the one it was written with.",
+                where=where,
+                expected=expected,
+                found=self.hash,
+                cause="d2t was replaced after training; the head still belongs to the old mapping",
+            )
+
     @classmethod
     def from_offsets(cls, d2t: ArrayLike, t2d: ArrayLike | None, vocab_size: int, where: str = "mapping") -> "Mapping":
         """Decode what a checkpoint holds.
