@@ -10,6 +10,7 @@ from redraft.params import Config
 from redraft.stage import Result, run
 from redraft.target.model import read_ends
 from redraft.train.loop import fit
+from redraft.vocab.build import read_vocab
 
 TARGET = Path("artifacts/target")
 MANIFEST = Path("artifacts/hidden/manifest.json")
@@ -18,6 +19,8 @@ MANIFEST = Path("artifacts/hidden/manifest.json")
 def main(config: Config) -> Result:
     params = config.fit()
     drafter = read_checkpoint(Path("artifacts/initial"))
+    if drafter.record["init"] != "keep_donor_vocab":
+        drafter.mapping.require_hash(read_vocab(Path("artifacts/vocab")).hash, "artifacts/initial, artifacts/vocab")
     identity = {"target": target_hash(TARGET), "aux_layers": drafter.record["aux_layers"]}
     states = {split: HiddenStates(MANIFEST, split, **identity) for split in ("train", "heldout")}
     processes = config.profile.train.processes
