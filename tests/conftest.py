@@ -15,25 +15,25 @@ from redraft.vocab.mapping import Mapping
 
 torch.set_num_threads(1)
 VOCAB, HIDDEN, LAYERS, SLOTS = 96, 32, 8, 24
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "tie_word_embeddings": False,
+}
 
 
 def llama(**changes: object) -> LlamaForCausalLM:
     torch.manual_seed(1)
-    shape = {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 64,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.3,
-        "bos_token_id": None,
-        "eos_token_id": 0,
-        "tie_word_embeddings": False,
-    }
-    return LlamaForCausalLM(LlamaConfig(**{**shape, **changes})).eval()
+    return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes})).eval()
 
 
 def deepseek() -> DeepseekV3ForCausalLM:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HIDDEN, LAYERS, VOCAB, llama, save_target, some_checkpoint
+from conftest import SHAPE, llama, save_target, some_checkpoint
 from test_step import literal_logits
 from transformers import MistralConfig, MistralForCausalLM
 
@@ -79,6 +79,26 @@ def test_an_answer_ends_at_the_stop_token_and_the_cut_round_is_left_out(target: 
         assert given.ids == plain[: end + 1]
         assert given.finish == "stop"
         assert sum(given.accepted) + len(given.accepted) <= end
+
+
+@pytest.mark.parametrize(
+    ("room", "accepted", "rounds"), [(9, [3, 3], 2), (10, [3, 3], 3), (12, [3, 3], 3), (13, [3] * 3, 3)]
+)
+def test_a_round_that_the_answers_end_cuts_is_not_counted(
+    target: Target, room: int, accepted: list[int], rounds: int
+) -> None:
+    """A drafter that is always right gives 1 + 4 + 4 + ... tokens; what does not fit whole is left out."""
+    prompt = PROMPTS[3]
+    plain = TorchEngine(target, None, 0, NEVER).generate(prompt, 40).ids
+    for limit, stop in ((room, NEVER), (40, frozenset([plain[room - 1]]))):
+        if stop != NEVER and plain.index(plain[room - 1]) != room - 1:
+            continue
+        engine = TorchEngine(target, some_checkpoint(2), 3, stop)
+        engine._draft = lambda _states, _fed, start, _memory: plain[start + len(_fed) - len(prompt) + 1 :][:3]  # type: ignore[method-assign]
+        given = engine.generate(prompt, limit)
+        assert given.ids == plain[:room]
+        assert (given.accepted, given.verify_steps) == (accepted, rounds)
+        assert sum(engine.acceptance().histogram) == len(accepted)
 
 
 def test_margin_is_the_gap_of_two_logits(target: Target) -> None:
@@ -175,18 +195,7 @@ def test_a_ratio_below_one_is_told_as_plainly(seconds: float, word: str) -> None
 
 def test_a_sliding_window_keeps_what_a_rejected_draft_pushed_out(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        sliding_window=8,
-        initializer_range=0.3,
-        eos_token_id=None,
-    )
+    config = MistralConfig(**SHAPE, sliding_window=8)
     target = load_target(save_target(MistralForCausalLM(config), tmp_path), dtype="fp32", device="cpu")
     plain = TorchEngine(target, None, 0, NEVER)
     for steps in (1, 3):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HIDDEN, LAYERS, VOCAB, deepseek, deepseek_config, llama, save_target
+from conftest import HIDDEN, LAYERS, SHAPE, VOCAB, deepseek, deepseek_config, llama, save_target
 from safetensors.torch import load_file, save_file
 from transformers import CohereConfig, CohereForCausalLM, Kimi_K25Config, Kimi_K25ForConditionalGeneration
 
@@ -255,15 +255,7 @@ def test_regenerated_answers_are_the_targets_own(tiny_folder: Path) -> None:
 
 def test_a_head_that_is_more_than_a_matrix_is_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = CohereConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        logit_scale=0.0625,
-    )
+    config = CohereConfig(**{**SHAPE, "logit_scale": 0.0625})
     save_target(CohereForCausalLM(config), tmp_path)
     with pytest.raises(RedraftError, match="logit_scale"):
         load_target(tmp_path)
