@@ -177,7 +177,8 @@ def test_tally_measures() -> None:
         positions=torch.arange(3),
         counted=torch.tensor([[True, True, True], [True, True, False]]),
         in_vocab=torch.tensor([[True, False, True], [True, True, True]]),
-        correct=torch.tensor([[True, False, True], [False, True, True]]),
+        drafted=torch.tensor([[5, 6, 7], [8, 9, 9]]),
+        best=torch.tensor([[5, 0, 7], [0, 9, 9]]),
         losses=torch.tensor([[1.0, 9.0, 3.0], [2.0, 4.0, 9.0]]),
         logits=torch.zeros(2, 3, 4),
     )

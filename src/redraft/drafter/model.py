@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(query [B,h,S,d], key [B,g,S,d], value [B,g,S,d]) to the attended values [B,h,S,d]."""
+"""(query [B,h,R,d], key [B,g,S,d], value [B,g,S,d]) to the attended values [B,h,R,d]."""
+Rows = Tensor | slice
+"""Positions of dimension S whose next state is wanted; keys and values are made of all."""
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -80,13 +83,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, config.num_key_value_heads * d, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * d, config.hidden_size, bias=False)
 
-    def forward(self, inputs: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """[B, S, 2H] to [B, S, H]."""
+    def forward(self, inputs: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, rows: Rows) -> Tensor:
+        """[B, S, 2H] to the attended positions `rows` [B, R, H]."""
 
         def heads(states: Tensor) -> Tensor:
             return states.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
-        query, key = (_rotate(heads(proj(inputs)), *rope) for proj in (self.q_proj, self.k_proj))
+        query = _rotate(heads(self.q_proj(inputs[:, rows])), rope[0][:, rows], rope[1][:, rows])
+        key = _rotate(heads(self.k_proj(inputs)), *rope)
         attended = attend(query, key, heads(self.v_proj(inputs)))
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
@@ -116,10 +120,12 @@ class Layer(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, states: Tensor, embeds: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """States and embeddings [B, S, H] to the next states [B, S, H]."""
+    def forward(
+        self, states: Tensor, embeds: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, rows: Rows
+    ) -> Tensor:
+        """States and embeddings [B, S, H] to the next states [B, R, H] of the positions `rows`."""
         inputs = torch.cat([self.input_layernorm(embeds), self.hidden_norm(states)], dim=-1)
-        states = states + self.self_attn(inputs, rope, attend)
+        states = states[:, rows] + self.self_attn(inputs, rope, attend, rows)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
@@ -146,7 +152,7 @@ class Drafter(nn.Module):
                     module.weight.normal_(0.0, 0.02, generator=generator)
         return drafter
 
-    def step(self, states: Tensor, embeds: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def step(self, states: Tensor, embeds: Tensor, positions: Tensor, attend: Attend, rows: Rows = ALL) -> Tensor:
         """One draft step.
 
         Args:
@@ -154,12 +160,13 @@ class Drafter(nn.Module):
             embeds: [B, S, H], the target's embeddings of the tokens one ahead of the states.
             positions: int64 [B, S], rotary positions.
             attend: the attention over whatever keys the caller keeps.
+            rows: the R positions whose next state is wanted: what depends on the others alone is not computed.
 
         Returns:
-            The un-normed next states, [B, S, H].
+            The un-normed next states, [B, R, H].
         """
         rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
-        return self.midlayer(states, embeds, rope, attend)
+        return self.midlayer(states, embeds, rope, attend, rows)
 
     def logits(self, states: Tensor) -> Tensor:
         """Un-normed states [..., H] to logits over slots [..., N]."""

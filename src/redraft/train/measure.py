@@ -26,7 +26,7 @@ class Tally:
 
     def add(self, output: StepOutput) -> None:
         """Count one batch."""
-        counted, trained = output.counted, output.trained
+        counted, trained = output.counted, output.contributing()
         right = output.correct & counted
         parts = {
             "counted": counted,
@@ -75,7 +75,7 @@ def evaluate(module: TTTModule, rows: PackedRows, batch_rows: int) -> dict[str, 
         output = module({name: tensor.to(module.embed.device) for name, tensor in batch.items()})
         tally.add(output)
         row = output.positions // rows.row_tokens
-        first = {"loss_0": (output.losses[0], output.trained[0]), "accuracy_0": (output.correct[0], output.counted[0])}
+        first = {"loss_0": (output.losses[0], output.contributing()[0]), "accuracy_0": (output.correct[0], output.counted[0])}
         for name, (values, counts) in first.items():
             pairs = torch.stack([values * counts, counts]).double()
             sums = pairs.new_zeros(2, len(batch["documents"])).index_add_(1, row, pairs)

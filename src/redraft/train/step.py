@@ -12,19 +12,20 @@ that of d. Source: SafeAILab/EAGLE and SpecForge `algorithms/eagle3/model.py`, a
 Position t counts at step k iff x[t+1] and x[t+2+k] are supervised in the same answer: what serving drafts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from redraft.drafter.model import Drafter
+from redraft.drafter.model import ALL, Drafter
 from redraft.vocab.mapping import Mapping
 
 
 @dataclass
 class StepOutput:
-    """Unreduced results at the P positions that count at step 0; those of later steps are among them."""
+    """Unreduced results at the P positions that count at any step."""
 
     positions: Tensor
     """int64 [P], flat index b * S + t."""
@@ -32,44 +33,75 @@ class StepOutput:
     """bool [K, P], whether the position counts at step k."""
     in_vocab: Tensor
     """bool [K, P], whether the target's argmax has a slot; its mean over counted positions is the ceiling."""
-    correct: Tensor
-    """bool [K, P], whether the drafter's argmax, as a target id, is the target's argmax."""
+    drafted: Tensor
+    """int64 [K, P], the drafter's argmax as a target id."""
+    best: Tensor
+    """int64 [K, P], the target's argmax."""
     losses: Tensor
     """fp32 [K, P], nats of soft cross-entropy."""
     logits: Tensor
     """fp32 [K, P, N]."""
 
     @property
-    def trained(self) -> Tensor:
-        """bool [K, P], positions that contribute loss: counted, and the target's argmax has a slot."""
-        return self.counted & self.in_vocab
+    def correct(self) -> Tensor:
+        """bool [K, P], whether the drafter's argmax, as a target id, is the target's argmax."""
+        return self.drafted == self.best
+
+    def contributing(self, oov: str = "drop") -> Tensor:
+        """bool [K, P], positions that contribute loss: counted, and with `drop` the target's argmax has a slot."""
+        return self.counted & self.in_vocab if oov == "drop" else self.counted
 
 
 class TTTAttention:
-    """Attention of the unrolled steps: causal over step-0 keys, own position over the keys of later steps."""
+    """Attention of the unrolled steps: causal over step-0 keys, own position over the keys of later steps.
 
-    def __init__(self, visible: Tensor) -> None:
-        """`visible`: bool [B, S, S], whether query position i may see step-0 key j."""
-        self.bias = torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, float("-inf"))[
-            :, None, None
-        ]
+    Tokens and queries come flat and are laid out by row, so that one fused kernel sees [B, heads, queries, keys]; a
+    score is kept nowhere.
+    """
+
+    def __init__(self, documents: Tensor, tokens: Tensor, rows: Tensor) -> None:
+        """Lay out a batch.
+
+        Args:
+            documents: int64 [B, S], document of each position.
+            tokens: int64 [T], flat positions b * S + s whose keys there are.
+            rows: int64 [P], flat positions that ask, ascending.
+        """
+        batch, size = documents.shape
+        self.batch, self.size, self.tokens = batch, size, tokens
+        row = rows // size
+        counts = torch.bincount(row, minlength=batch)
+        self.width = int(counts.max()) if len(rows) else 0
+        self.places = row * self.width + torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[row]
+        asked = rows.new_zeros(batch * self.width)
+        asked[self.places] = rows % size
+        asked = asked.view(batch, self.width, 1)
+        columns = torch.arange(size, device=rows.device)
+        same = documents.gather(1, asked[:, :, 0])[:, :, None] == documents[:, None]
+        self.visible = (same & (columns <= asked))[:, None]  # [B, 1, queries, S]
+        self.own = torch.eye(self.width, dtype=torch.bool, device=rows.device).expand(batch, 1, -1, -1)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
+    def _lay(self, flat: Tensor, places: Tensor, width: int) -> Tensor:
+        """[1, heads, n, d] to [B, heads, width, d], zeros where nothing lies."""
+        laid = flat.new_zeros(self.batch * width, flat.shape[1], flat.shape[3])
+        laid[places] = flat[0].transpose(0, 1)
+        return laid.unflatten(0, (self.batch, width)).transpose(1, 2)
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[B,h,S,d], [B,g,S,d], [B,g,S,d] to [B,h,S,d]; remembers key and value for the steps that follow."""
-        self.keys.append(key)
-        self.values.append(value)
-        groups = key.shape[1]
-        query = query.unflatten(1, (groups, -1)) * query.shape[-1] ** -0.5  # [B, g, h/g, S, d]
-        scores = (query @ self.keys[0][:, :, None].mT).float() + self.bias
-        own = [(query * later[:, :, None]).sum(-1, keepdim=True).float() for later in self.keys[1:]]
-        weights = torch.cat([scores, *own], dim=-1).softmax(-1).to(value.dtype)
-        size = key.shape[2]
-        result = weights[..., :size] @ self.values[0][:, :, None]
-        for number, later in enumerate(self.values[1:]):
-            result = result + weights[..., size + number, None] * later[:, :, None]
-        return result.flatten(1, 2)
+        """[1,h,P,d], [1,g,n,d], [1,g,n,d] to [1,h,P,d], n = T at step 0, else P; remembers keys and values."""
+        places, width = (self.places, self.width) if self.keys else (self.tokens, self.size)
+        groups = query.shape[1] // key.shape[1]
+        for kept, new in ((self.keys, key), (self.values, value)):
+            kept.append(self._lay(new, places, width).repeat_interleave(groups, 1))
+        attended = F.scaled_dot_product_attention(
+            self._lay(query, self.places, self.width),
+            torch.cat(self.keys, 2),
+            torch.cat(self.values, 2),
+            attn_mask=torch.cat([self.visible, *[self.own] * (len(self.keys) - 1)], 3),
+        )
+        return attended.transpose(1, 2).flatten(0, 1)[self.places].transpose(0, 1)[None]
 
 
 def shift(tensor: Tensor, by: int) -> Tensor:
@@ -84,9 +116,18 @@ def answer_numbers(loss_mask: Tensor, documents: Tensor) -> Tensor:
     return (supervised & ~before).cumsum(1) * supervised
 
 
-def counted_positions(loss_mask: Tensor, documents: Tensor, steps: int) -> Tensor:
-    """bool [K, B, S]: position t counts at step k iff x[t+1] and x[t+2+k] are in one answer of t's document."""
+def counted_positions(loss_mask: Tensor, documents: Tensor, steps: int, mask: str = "served") -> Tensor:
+    """bool [K, B, S], where position t counts at step k.
+
+    `served`: x[t+1] and x[t+2+k] are in one answer of t's document. `input`: x[t+k] is supervised and the target's
+    law at t+1+k lies in t's document, which is `loss_mask[t+k]` of SpecForge.
+    """
     answers = answer_numbers(loss_mask, documents)
+    if mask == "input":
+        supervised = (loss_mask != 0) & (documents > 0)
+        return torch.stack(
+            [shift(supervised, step) & (shift(documents, 1 + step) == documents) for step in range(steps)]
+        )
     first = shift(answers, 1)
     inside = (first > 0) & (shift(documents, 1) == documents)
     return torch.stack([inside & (shift(answers, 2 + step) == first) for step in range(steps)])
@@ -107,6 +148,8 @@ def ttt_step(
     draft_head: Tensor | None = None,
     documents: Tensor | None = None,
     positions: Tensor | None = None,
+    mask: str = "served",
+    lap: Callable[[str], None] = lambda part: None,
 ) -> StepOutput:
     """K unrolled draft steps from plain tensors.
 
@@ -124,15 +167,18 @@ def ttt_step(
         draft_head: [N, H], the rows of `head` in slot order; from `head` if None.
         documents: int64 [B, S], 1, 2, ... by packed document, 0 for padding; one document a row if None.
         positions: int64 [B, S], position in the document; 0..S-1 if None.
+        mask: see `counted_positions`.
+        lap: told the name of each part when it is done: `forward`, `loss`.
     """
     if documents is None:
         documents = torch.ones_like(input_ids, dtype=torch.int64)
     if positions is None:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    counted = counted_positions(loss_mask, documents, steps).flatten(1)
-    rows = counted[0].nonzero()[:, 0]
+    counted = counted_positions(loss_mask, documents, steps, mask).flatten(1)
+    rows = counted.any(0).nonzero()[:, 0]
     counted = counted[:, rows]
     states = _unroll(drafter, input_ids, aux_hidden, embed, documents, positions, steps, rows)
+    lap("forward")
     wanted = (rows + 1 + torch.arange(steps, device=rows.device)[:, None]).clamp(max=input_ids.numel() - 1)  # [K, P]
     if draft_head is None:
         draft_head = head[mapping_ids]
@@ -144,9 +190,10 @@ def ttt_step(
         best = greedy.flatten()[wanted].long()
     slots = mapping_ids.new_full((len(embed),), -1)
     slots[mapping_ids] = torch.arange(len(mapping_ids), device=slots.device)
-    logits = drafter.logits(torch.stack(states)).float()  # [K, P, N]
+    logits = drafter.logits(states).float()  # [K, P, N]
     losses = _soft_cross_entropy(logits, hidden, draft_head, wanted)
-    return StepOutput(rows, counted, slots[best] >= 0, mapping_ids[logits.argmax(-1)] == best, losses, logits)
+    lap("loss")
+    return StepOutput(rows, counted, slots[best] >= 0, mapping_ids[logits.argmax(-1)], best, losses, logits)
 
 
 def _unroll(
@@ -158,18 +205,23 @@ def _unroll(
     positions: Tensor,
     steps: int,
     rows: Tensor,
-) -> list[Tensor]:
-    """The un-normed states of the K steps at the flat positions `rows`, each [P, H]."""
-    size = input_ids.shape[1]
-    causal = torch.ones(size, size, dtype=torch.bool, device=input_ids.device).tril()
-    attend = TTTAttention((documents[:, :, None] == documents[:, None, :]) & causal)
-    states = drafter.fc(aux_hidden)
-    kept = []
+) -> Tensor:
+    """The un-normed states of the K steps at the flat positions `rows`, [K, P, H].
+
+    Nothing is computed of padding, nor past the keys and values of step 0 where no later position asks.
+    """
+    tokens = (documents.flatten() > 0).nonzero()[:, 0]
+    asked = torch.searchsorted(tokens, rows)
+    ids, places = input_ids.flatten().long(), positions.flatten()
+    attend = TTTAttention(documents, tokens, rows)
+    states = drafter.fc(aux_hidden.flatten(0, 1)[tokens])[None]
+    kept: list[Tensor] = []
     for step in range(steps):
-        embeds = F.embedding(shift(input_ids, 1 + step).long(), embed).to(states.dtype)
-        states = drafter.step(states, embeds, positions + step, attend)
-        kept.append(states.flatten(0, 1)[rows])
-    return kept
+        at = rows if step else tokens
+        embeds = F.embedding(ids[(at + 1 + step).clamp(max=len(ids) - 1)], embed).to(states.dtype)
+        states = drafter.step(states, embeds[None], places[None, at] + step, attend, ALL if step else asked)
+        kept.append(states[0])
+    return torch.stack(kept)
 
 
 def _soft_cross_entropy(logits: Tensor, hidden: Tensor, draft_head: Tensor, wanted: Tensor) -> Tensor:
@@ -177,7 +229,9 @@ def _soft_cross_entropy(logits: Tensor, hidden: Tensor, draft_head: Tensor, want
     with torch.no_grad():
         needed, place = wanted.unique(return_inverse=True)
         law = (hidden[needed] @ draft_head.to(hidden.dtype).T).float().softmax(-1)
-    return torch.stack([-(law[at] * part.log_softmax(-1)).sum(-1) for at, part in zip(place, logits, strict=True)])
+    return torch.stack(
+        [F.cross_entropy(part, law[at], reduction="none") for at, part in zip(place, logits, strict=True)]
+    )
 
 
 class TTTModule(nn.Module):
@@ -197,8 +251,10 @@ class TTTModule(nn.Module):
         self.register_buffer("embed", embed, persistent=False)
         self.register_buffer("draft_head", head[ids].contiguous(), persistent=False)
 
-    def forward(self, batch: dict[str, Tensor]) -> StepOutput:
-        """One batch of `redraft.hidden.store.PackedRows`."""
+    def forward(
+        self, batch: dict[str, Tensor], mask: str = "served", lap: Callable[[str], None] = lambda part: None
+    ) -> StepOutput:
+        """One batch of `redraft.hidden.store.PackedRows`; `mask` and `lap` as in `ttt_step`."""
         weight = self.drafter.fc.weight
         return ttt_step(
             self.drafter,
@@ -214,4 +270,16 @@ class TTTModule(nn.Module):
             draft_head=self.draft_head,
             documents=batch["documents"],
             positions=batch["positions"],
+            mask=mask,
+            lap=lap,
         )
+
+    def contributing(self, batch: dict[str, Tensor], mask: str, oov: str) -> Tensor:
+        """int64 [K], positions that contribute loss, told without a forward; see `StepOutput.contributing`."""
+        counted = counted_positions(batch["loss_mask"], batch["documents"], self.steps, mask)
+        if oov == "drop":
+            held = torch.zeros(len(self.embed), dtype=torch.bool, device=counted.device)
+            held[self.mapping_ids] = True
+            best = held[batch["greedy"].long()]
+            counted = counted & torch.stack([shift(best, 1 + step) for step in range(self.steps)])
+        return counted.flatten(1).sum(1)
