@@ -144,10 +144,11 @@ def kimi() -> str:
     tokens, asked = 16_384, 9_830
     total = sum(flops(config, tokens, asked, 2048).values())
     fixed = 2 * config.vocab_size * config.hidden_size * 4 / 1e9  # embedding in fp32, and the draft head's source
+    logits = STEPS * asked * config.draft_vocab_size * 4 / 1e9
     return (
-        f"kimi: {weights / 1e9:.2f} G weights; fp32 weights, gradients and AdamW {16 * weights / 1e9:.1f} GB; embedding "
-        f"and head at most {fixed:.1f} GB; logits of {STEPS} steps {STEPS * asked * config.draft_vocab_size * 4 / 1e9:.1f}"
-        f" GB; {total / tokens / 1e9:.1f} GFLOP a token, {total / 1e12:.0f} TFLOP a step of {tokens:,} tokens"
+        f"kimi: {weights / 1e9:.2f} G weights; fp32 weights, gradients and AdamW {16 * weights / 1e9:.1f} GB; "
+        f"embedding and head at most {fixed:.1f} GB; logits of {STEPS} steps {logits:.1f} GB; "
+        f"{total / tokens / 1e9:.1f} GFLOP a token, {total / 1e12:.0f} TFLOP a step of {tokens:,} tokens"
     )
 
 
@@ -164,9 +165,9 @@ def main() -> None:
         dtype = torch.bfloat16 if shape.precision == "bf16" else torch.float32
         peak = rate(tokens, config.hidden_size, config.intermediate_size, dtype)
         print(
-            f"{name} ({shape.precision}, {shape.threads} threads): {tokens / seconds:,.0f} tokens/s, {seconds * 1e3:.0f} "
-            f"ms a step of {tokens} tokens, {asked} asked; {total / 1e9:.1f} GFLOP, {total / seconds / 1e9:.0f} GFLOP/s "
-            f"of {peak / 1e9:.0f} for one product: {total / seconds / peak:.0%}"
+            f"{name} ({shape.precision}, {shape.threads} threads): {tokens / seconds:,.0f} tokens/s, "
+            f"{seconds * 1e3:.0f} ms a step of {tokens} tokens, {asked} asked; {total / 1e9:.1f} GFLOP, "
+            f"{total / seconds / 1e9:.0f} GFLOP/s of {peak / 1e9:.0f} for one product: {total / seconds / peak:.0%}"
         )
         print("  " + ", ".join(f"{part} {value * 1e3:.0f} ms" for part, value in parts.items()), flush=True)
     print(kimi())

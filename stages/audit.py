@@ -27,6 +27,7 @@ def main(config: Config) -> Result:
         counts={split: np.load(VOCAB / f"counts_{split}.npy") for split in ("train", "heldout")},
         special=special_tokens(tokenizer),
         single_bytes=byte_ids(tokenizer),
+        foreign=donor.foreign,
     )
     heads = compare_heads(donor.drafter.lm_head.weight.detach(), read_ends(TARGET).head, donor.mapping.ids)
     write_curve(Path("plots/drift.csv"), drift_curve(donor.mapping, new))

@@ -6,8 +6,10 @@ from redraft.curves import write_curve
 from redraft.drafter.checkpoint import read_donor, write_checkpoint
 from redraft.drafter.config import exported_layer_ids
 from redraft.hidden.corpus import read_corpus
+from redraft.launch import listen
 from redraft.params import Config
-from redraft.stage import Result, run
+from redraft.stage import Result, log, run
+from redraft.target.chat import differing_ids, load_tokenizer
 from redraft.target.model import aux_layers_of, read_config, read_ends
 from redraft.target.sources import DRAFTER_FILES, checkout
 from redraft.train.donor import train_donor
@@ -17,9 +19,11 @@ TARGET = Path("artifacts/target")
 
 
 def main(config: Config) -> Result:
+    listen()
     params, target = config.profile.donor, config.profile.target
     # first, because what reads the target's folder takes the hub offline for the whole process
     source = checkout(params.source, params.revision, DRAFTER_FILES) if params.source != "train" else None
+    own = checkout(params.tokenizer, None, ()) if params.tokenizer else None
     described = read_config(TARGET, target.trust_remote_code)
     aux_layers = aux_layers_of(described, target.aux_layers)
     exported_layer_ids(aux_layers)
@@ -27,15 +31,21 @@ def main(config: Config) -> Result:
         borrowed = read_ends(TARGET).head if params.head == "target" else None
         donor = read_donor(source, described.get_text_config(), aux_layers, borrowed)
         donor.record = {"source": params.source, "head": params.head}
+        if own is not None:
+            tokenizers = (load_tokenizer(folder, target.trust_remote_code) for folder in (own, TARGET))
+            donor.record["foreign"] = differing_ids(*tokenizers)
         write_checkpoint(OUT, donor, aux_layers)
         write_curve(Path("plots/donor.csv"), [])
-        return Result({"source": params.source, "slots": len(donor.mapping), "order": donor.mapping.order})
-    donor, fitted = train_donor(TARGET, read_corpus(Path("artifacts/corpus/donor.safetensors")), config.profile)
+        figures = {"slots": len(donor.mapping), "order": donor.mapping.order, "foreign_ids": len(donor.foreign)}
+        return Result({"source": params.source, **figures})
+    corpus = read_corpus(Path("artifacts/corpus/donor.safetensors"))
+    donor, fitted = train_donor(TARGET, corpus, config.profile, resume=config.params.resume, log=log)
     write_checkpoint(OUT, donor, aux_layers)
+    fitted.state.discard()
     write_curve(Path("plots/donor.csv"), fitted.curve)
     return Result(
         {"source": "train", "slots": len(donor.mapping), "steps": fitted.steps, "heldout": fitted.heldout},
-        timing={"tokens_per_second": round(fitted.tokens / fitted.seconds)},
+        timing={"tokens_per_second": round(fitted.tokens / fitted.seconds), "step_ms": fitted.parts},
         curves={"train": fitted.curve},
         headline={"donor/accuracy": fitted.heldout["accuracy_0"]},
     )

@@ -29,6 +29,7 @@ def main(config: Config) -> Result:
     table = first_steps(donor, mapping, ends, heldout, config.fit())
     fill = best_fill(table) if knobs.fill == "auto" else knobs.fill
     chosen = initial(knobs.init, fill, donor, mapping, ends.head, knobs.seed)
+    chosen.record["donor_accuracy"] = table["keep_donor_vocab"]["accuracy"]
     write_checkpoint(Path("artifacts/initial"), chosen, tuple(heldout.manifest["aux_layers"]))
     if knobs.init == "naive":
         print(WARNING)

@@ -1,14 +1,18 @@
 """train: fit the initial drafter to the target's hidden states."""
 
+import tempfile
 from pathlib import Path
+from typing import Any
 
 from redraft.curves import write_curve
-from redraft.drafter.checkpoint import read_checkpoint, write_checkpoint
+from redraft.drafter.checkpoint import read_checkpoint, read_parts, write_checkpoint
 from redraft.hidden.extract import target_hash
 from redraft.hidden.store import HiddenStates
+from redraft.launch import is_main, launch, listen
 from redraft.params import Config
-from redraft.stage import Result, run
+from redraft.stage import Result, log, run
 from redraft.target.model import read_ends
+from redraft.train import gate
 from redraft.train.loop import fit
 from redraft.vocab.build import read_vocab
 
@@ -17,22 +21,54 @@ MANIFEST = Path("artifacts/hidden/manifest.json")
 
 
 def main(config: Config) -> Result:
-    params = config.fit()
-    drafter = read_checkpoint(Path("artifacts/initial"))
+    params, knobs, profile = config.fit(), config.params, config.profile.train
+    launch(profile.processes, profile.launcher)
+    listen()
+    drafter, ends = read_checkpoint(Path("artifacts/initial")), read_ends(TARGET)
     if drafter.record["init"] != "keep_donor_vocab":
         drafter.mapping.require_hash(read_vocab(Path("artifacts/vocab")).hash, "artifacts/initial, artifacts/vocab")
-    identity = {"target": target_hash(TARGET), "aux_layers": drafter.record["aux_layers"]}
+    layers = tuple(drafter.record["aux_layers"])
+    identity = {"target": target_hash(TARGET), "aux_layers": list(layers)}
     states = {split: HiddenStates(MANIFEST, split, **identity) for split in ("train", "heldout")}
-    processes = config.profile.train.processes
-    fitted = fit(drafter, read_ends(TARGET), states["train"], states["heldout"], params, processes=processes)
-    drafter.record |= {"training": params.model_dump(), "hidden": states["train"].manifest["fingerprint"]}
-    write_checkpoint(Path("artifacts/drafter"), drafter, tuple(drafter.record["aux_layers"]))
+    donor = read_parts(Path("artifacts/donor"), finite=False).mapping
+
+    def check(start: dict[str, Any]) -> None:
+        with tempfile.TemporaryDirectory() as scratch:  # a drafter that cannot be written is told now
+            write_checkpoint(Path(scratch) / "drafter", drafter, layers)
+        shard = gate.read_diagnostic(MANIFEST)
+        accuracy = drafter.record.get("donor_accuracy")
+        gate.check(
+            start, drafter, knobs.gate, accuracy, lambda: dict(gate.alternatives(drafter, donor, ends, shard, layers))
+        )
+
+    fitted = fit(
+        drafter, ends, states["train"], states["heldout"], params,
+        processes=profile.processes, resume=knobs.resume, gate=check, log=log,
+    )  # fmt: skip
+    if not is_main():
+        return Result()
+    drafter.record |= {"training": params.model_dump(mode="json"), "hidden": states["train"].manifest["fingerprint"]}
+    drafter.record |= {"steps": fitted.kept, "heldout": fitted.heldout}
+    write_checkpoint(Path("artifacts/drafter"), drafter, layers)
     write_curve(Path("plots/train.csv"), fitted.curve)
+    write_curve(Path("plots/heldout.csv"), fitted.evaluations)
+    fitted.state.discard()
     return Result(
-        {"steps": fitted.steps, "tokens": fitted.tokens, "start": fitted.start, "heldout": fitted.heldout},
-        timing={"tokens_per_second": round(fitted.tokens / fitted.seconds)},
-        curves={"train": fitted.curve},
-        headline={f"train/{name}": fitted.heldout[f"{name}_0"] for name in ("loss", "accuracy")},
+        {
+            "steps": fitted.steps,
+            "kept_step": fitted.kept,
+            "tokens": fitted.tokens,
+            "precision": fitted.precision,
+            "start": fitted.start,
+            "heldout": fitted.heldout,
+        },
+        timing={"tokens_per_second": round(fitted.tokens / fitted.seconds), "step_ms": fitted.parts},
+        curves={"train": fitted.curve, "heldout": fitted.evaluations},
+        headline={
+            "train/loss": fitted.heldout["loss_0"],
+            "train/accuracy": fitted.heldout["accuracy_0"],
+            "train/predicted_accept_length": fitted.heldout["accept_length"],
+        },
     )
 
 

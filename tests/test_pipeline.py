@@ -12,7 +12,10 @@ ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src"
 STAGES = sorted(path.stem for path in (ROOT / "stages").glob("*.py"))
 # The frame decides how a stage runs, not what it makes: an edit there must not make a night's training stale.
-FRAME = {f"src/redraft/{name}.py" for name in ("__init__", "errors", "atomic", "params", "track", "stage", "progress")}
+FRAME = {
+    f"src/redraft/{name}.py"
+    for name in ("__init__", "errors", "atomic", "params", "track", "journal", "launch", "stage", "progress")
+}
 DVC = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
 
 

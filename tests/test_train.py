@@ -12,7 +12,7 @@ from redraft.drafter.fill import FILLS
 from redraft.errors import RedraftError
 from redraft.hidden.extract import extract, target_hash
 from redraft.hidden.store import HiddenStates
-from redraft.params import FitParams
+from redraft.params import FitParams, LossParams
 from redraft.target.model import Ends, Target, read_ends
 from redraft.train.loop import fit, lr_factor
 from redraft.train.measure import _half_width, best_fill, first_steps
@@ -28,6 +28,11 @@ FIT = FitParams(
     warmup=0.1,
     clip=0.5,
     precision="fp32",
+    micro_tokens=64,
+    loss=LossParams(mask="served", oov="drop", denominator="trained", l2=0.0, freeze=()),
+    evals=1,
+    patience=1,
+    save_steps=1000,
 )
 
 

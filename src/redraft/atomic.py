@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 
-def _sync(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Wait until `path` is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -23,7 +24,7 @@ def write_bytes(path: Path | str, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(data)
-    _sync(partial)
+    sync_file(partial)
     partial.replace(path)
 
 
@@ -51,7 +52,7 @@ def folder(path: Path | str, *, sync: bool = True) -> Iterator[Path]:
     try:
         yield partial
         for file in partial.rglob("*") if sync else ():
-            _sync(file)
+            sync_file(file)
         if path.exists():
             shutil.rmtree(path)
         partial.replace(path)

@@ -161,6 +161,23 @@ def _export(arguments: argparse.Namespace) -> None:
     print(f"{arguments.output}: aux layers {list(layers)} as inputs of layers, every norm flag false")
 
 
+def _publish(arguments: argparse.Namespace) -> None:
+    from redraft.journal import journals
+    from redraft.track import send, tracking_uri
+
+    paths = journals()
+    try:
+        lines = [send(path) for path in paths]
+    except Exception as error:  # whatever the tracking server says
+        raise RedraftError(
+            "The tracking server did not take a journal.",
+            where=tracking_uri(),
+            found=str(error).splitlines()[0],
+            fix="start it, or set MLFLOW_TRACKING_URI; what was sent already is not sent again",
+        ) from error
+    print(f"{len(paths)} journals, {sum(lines)} lines that {tracking_uri()} did not have")
+
+
 def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--donor-tokenizer", type=Path, help="the donor's own target: ids with other tokens are not shared"
@@ -209,6 +226,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--output", type=Path, required=True, help="folder to write")
     export.add_argument("--aux-layers", type=int, nargs=3, help="inputs of layers, if redraft.json does not say")
     export.set_defaults(run=_export)
+    publish = commands.add_parser("publish", help="send to MLflow what a missing tracking server did not take")
+    publish.set_defaults(run=_publish)
     return parser
 
 

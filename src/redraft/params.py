@@ -15,7 +15,7 @@ from redraft.errors import RedraftError
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Precision = Literal["bf16", "fp32"]
+Precision = Literal["auto", "bf16", "fp32"]
 
 
 class _Yaml12(yaml.SafeLoader):
@@ -124,6 +124,21 @@ class DrafterShape(_Section):
     """Tokens; at least the served context."""
 
 
+class LossParams(_Section):
+    """What is trained; see docs/training.md for when to change these."""
+
+    mask: Literal["served", "input"]
+    """Positions that count: `served` is what serving drafts, `input` is SpecForge's `loss_mask[t+k]`."""
+    oov: Literal["drop", "train"]
+    """Positions whose target argmax has no slot: left out of the loss, or trained towards the rest of the law."""
+    denominator: Literal["trained", "tokens"]
+    """Sums are divided by the positions that contribute, or by all tokens of the batch (SpecForge, DeepSpec)."""
+    l2: Annotated[float, Field(ge=0)]
+    """Strength of the pull to the initial weights: l2 / 2 * |w - w0|**2 is added to the loss."""
+    freeze: tuple[Literal["fc", "midlayer", "norm", "lm_head"], ...]
+    """Parts that are not trained."""
+
+
 class FitParams(_Section):
     """One training of a drafter."""
 
@@ -138,7 +153,9 @@ class FitParams(_Section):
     step_weight: Annotated[float, Field(gt=0)]
     """Weight of step k is step_weight**k."""
     batch_tokens: Positive
-    """Tokens per optimizer step and process, padding included."""
+    """Tokens per optimizer step over all processes, padding included."""
+    micro_tokens: Positive
+    """Tokens of one forward on one process: what memory allows; the rest of a step is accumulated."""
     row_tokens: Positive
     """Tokens of one packed row; a document is never split, so at least `corpus.max_length`."""
     warmup: Fraction
@@ -146,12 +163,21 @@ class FitParams(_Section):
     clip: Annotated[float, Field(gt=0)]
     """Largest gradient norm."""
     precision: Precision
-    """bf16: autocast over fp32 weights."""
+    """bf16: autocast over fp32 weights; `auto` is the faster one of the machine."""
+    loss: LossParams
+    """What is trained, and towards what."""
+    evals: Positive
+    """Times that held-out documents are measured, evenly over the training; the best one's weights are kept."""
+    patience: Positive
+    """Measurements without a better joint acceptance after which training stops."""
+    save_steps: Positive
+    """Optimizer steps between saved states."""
 
     @model_validator(mode="after")
     def _rows_fit(self) -> "FitParams":
-        if self.batch_tokens % self.row_tokens:
-            raise ValueError(f"batch_tokens {self.batch_tokens} must be a multiple of row_tokens {self.row_tokens}")
+        for name in ("batch_tokens", "micro_tokens"):
+            if getattr(self, name) % self.row_tokens:
+                raise ValueError(f"{name} {getattr(self, name)} must be a multiple of row_tokens {self.row_tokens}")
         return self
 
 
@@ -170,6 +196,8 @@ class DonorParams(_Section):
     """Required by `source: train`."""
     size: Positive | None = None
     """Slots of the donor's own mapping, with `source: train`."""
+    tokenizer: str | None = None
+    """The donor's own target (a folder or ORG/NAME@COMMIT), if its ids may mean other tokens than the target's."""
 
     @model_validator(mode="after")
     def _complete(self) -> "DonorParams":
@@ -183,13 +211,19 @@ class TrainParams(_Section):
     """What the target's size decides about training; the knobs are in params.yaml."""
 
     batch_tokens: Positive
-    """Tokens per optimizer step and process."""
+    """Tokens per optimizer step over all processes."""
+    micro_tokens: Positive
+    """Tokens of one forward on one process."""
     row_tokens: Positive
     """Tokens of one packed row."""
     precision: Precision
-    """bf16: autocast over fp32 weights."""
+    """bf16: autocast over fp32 weights; `auto` is the faster one of the machine."""
+    save_steps: Positive
+    """Optimizer steps between saved states."""
     processes: Positive
     """World size that the run must have."""
+    launcher: str
+    """What starts more than one process on this machine: `torchrun`, or an Accelerate configuration file."""
 
 
 class ProbeParams(_Section):
@@ -264,6 +298,16 @@ class Params(_Section):
     """Share of the optimizer steps with a rising learning rate."""
     clip: Annotated[float, Field(gt=0)]
     """Largest gradient norm."""
+    loss: LossParams
+    """What is trained, and towards what."""
+    evals: Positive
+    """Times that held-out documents are measured during training; the best one's weights are kept."""
+    patience: Positive
+    """Measurements without a better joint acceptance after which training stops."""
+    gate: Literal["stop", "warn", "off"]
+    """What follows when the numbers before the first step cannot be right."""
+    resume: Literal["auto", "never", "must"]
+    """Whether a killed training goes on from its saved state."""
     engine: Literal["torch"]
     """What probe and bench serve with."""
     spec_steps: Positive

@@ -9,7 +9,9 @@ from tqdm import tqdm
 _Item = TypeVar("_Item")
 
 
-def progress(items: Iterable[_Item], title: str, unit: str, total: int | None = None) -> "tqdm[_Item]":
+def progress(
+    items: Iterable[_Item], title: str, unit: str, total: int | None = None, initial: int = 0, shown: bool = True
+) -> "tqdm[_Item]":
     """Wrap `items` in a progress bar on stderr; without a terminal it prints a whole line every 20 seconds."""
     terminal = sys.stderr.isatty()
     return tqdm(
@@ -17,6 +19,8 @@ def progress(items: Iterable[_Item], title: str, unit: str, total: int | None = 
         desc=title,
         unit=unit,
         total=total,
+        initial=initial,
+        disable=not shown,
         dynamic_ncols=terminal,
         mininterval=0.2 if terminal else 20,
         maxinterval=1 if terminal else 20,
@@ -26,9 +30,9 @@ def progress(items: Iterable[_Item], title: str, unit: str, total: int | None = 
     )
 
 
-def counter(total: int, title: str, unit: str) -> "tqdm[Any]":
+def counter(total: int, title: str, unit: str, initial: int = 0, shown: bool = True) -> "tqdm[Any]":
     """A bar that is told of its progress by `update`."""
-    return progress((), title, unit, total)
+    return progress((), title, unit, total, initial, shown)
 
 
 class _Lines:

@@ -10,9 +10,10 @@ from typing import Any
 
 from redraft import atomic, track
 from redraft.errors import RedraftError
+from redraft.journal import Row
+from redraft.launch import is_main
 from redraft.params import Config, load_config
-
-Row = dict[str, float]
+from redraft.track import StageRun
 
 
 @dataclass
@@ -21,7 +22,7 @@ class Result:
 
     metrics: dict[str, Any] | None = None
     """Written to `metrics/<stage>.json`: nothing in it is a time."""
-    timing: dict[str, float] = field(default_factory=dict)
+    timing: dict[str, Any] = field(default_factory=dict)
     """Written to `metrics/<stage>_timing.json`, with the stage's own `seconds`."""
     curves: dict[str, list[Row]] = field(default_factory=dict)
     """By name; each row has `step` and values."""
@@ -29,13 +30,28 @@ class Result:
     """The few figures by which runs are compared."""
 
 
+_current: list[StageRun] = []
+
+
+def log(curve: str, row: Row) -> None:
+    """Tell a row of a curve while the stage runs, for those who watch."""
+    for tracked in _current:
+        tracked.log(curve, row)
+
+
 def run(name: str, body: Callable[[Config], Result]) -> None:
-    """Run the stage `name`; a RedraftError ends it with exit code 1, its message and no traceback."""
+    """Run the stage `name`; a RedraftError ends it with exit code 1, its message and no traceback.
+
+    With more than one process, rank 0 alone writes and tracks.
+    """
     began = time.perf_counter()
     try:
         config = load_config()
         with track.stage_run(name, config) as tracked:
+            _current[:] = [tracked]
             result = body(config)
+            if not is_main():
+                return
             seconds = {"seconds": round(time.perf_counter() - began, 1), **result.timing}
             if result.metrics is not None:
                 atomic.write_json(Path("metrics") / f"{name}.json", result.metrics)

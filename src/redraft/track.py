@@ -1,29 +1,35 @@
 """MLflow: one parent run for a pipeline run, one child for each executed stage. It only watches.
 
 The parent is found by the tag `pipeline.run`: the DVC experiment's name, else the commit and a digest of the params.
-No run id passes through files or params, so caching is untouched. A tracking server that is missing costs one warning.
+No run id passes through files or params, so caching is untouched. MLflow is filled from journals (`redraft.journal`);
+a child's tag `redraft.sent` says how many lines it has, so that sending twice adds nothing. A tracking server that is
+missing costs one warning.
 """
 
 import hashlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from redraft.journal import KILLED, Journal, Row, home, read
+from redraft.launch import is_main
 from redraft.params import Config
 
 PARENT_TAG = "pipeline.run"
-Row = dict[str, float]
+JOURNAL_TAG = "redraft.journal"
+SENT_TAG = "redraft.sent"
+SEND_SECONDS = 30.0
+"""Between two batches of rows while a stage runs."""
 
 
 def tracking_uri() -> str:
     """`$MLFLOW_TRACKING_URI`, else SQLite in the `.store` folder of the main workspace."""
-    root = Path(os.environ.get("DVC_ROOT", ".")).resolve()
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root / '.store' / 'mlflow.db'}"
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home() / 'mlflow.db'}"
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -45,24 +51,68 @@ def pipeline_key(params: dict[str, Any]) -> str:
     return os.environ.get("DVC_EXP_NAME") or f"{_git('rev-parse', '--short', 'HEAD') or 'no-commit'}-{digest}"
 
 
-@dataclass
 class StageRun:
-    """What a stage has to tell once it is done."""
+    """One run of a stage, told to its journal and from there to MLflow; on other ranks than 0 it does nothing."""
 
-    name: str
-    params: dict[str, Any]
-    profile: str
-    numbers: dict[str, float] = field(default_factory=dict)
-    curves: dict[str, list[Row]] = field(default_factory=dict)
-    headline: dict[str, float] = field(default_factory=dict)
+    def __init__(self, name: str, config: Config) -> None:
+        profile = flatten(config.profile.model_dump(mode="json"))
+        params = {
+            **flatten(config.params.model_dump(mode="json")),
+            **{f"profile.{key}": value for key, value in profile.items()},
+        }
+        self.name, self.reachable, self.sent_at = name, True, time.monotonic()
+        self.journal: Journal | None = None
+        if is_main():
+            tags = {
+                "git.commit": _git("rev-parse", "HEAD"),
+                "git.dirty": str(bool(_git("status", "--porcelain"))).lower(),
+                "dvc.exp.baseline": os.environ.get("DVC_EXP_BASELINE_REV", ""),
+                "profile": config.params.profile,
+            }
+            header = {"stage": name, "key": pipeline_key(params), "params": params, "tags": tags}
+            self.journal = Journal.start(header)
+
+    def log(self, curve: str, row: Row) -> None:
+        """A row of a curve, as soon as it is known; MLflow has it within half a minute."""
+        if self.journal:
+            self.journal.row(curve, row)
+            if time.monotonic() - self.sent_at > SEND_SECONDS:
+                self._send()
 
     def publish(
-        self, metrics: dict[str, Any], timing: dict[str, float], curves: dict[str, list[Row]], headline: Row
+        self, metrics: dict[str, Any], timing: dict[str, Any], curves: dict[str, list[Row]], headline: Row
     ) -> None:
-        """Hand over what is to be tracked when the stage ends."""
-        values = {**flatten(metrics), **{f"timing.{name}": value for name, value in timing.items()}}
-        self.numbers = {f"{self.name}/{key}": float(value) for key, value in values.items() if _is_number(value)}
-        self.curves, self.headline = curves, headline
+        """The figures that are known when the stage ends."""
+        if not self.journal:
+            return
+        values = flatten({**metrics, "timing": timing})
+        for curve, rows in curves.items():
+            for row in rows:
+                self.journal.row(curve, row)
+        numbers = {f"{self.name}/{key}": float(value) for key, value in values.items() if _is_number(value)}
+        self.journal.write({"numbers": numbers})
+        self.journal.write({"headline": {key: float(value) for key, value in headline.items()}})
+
+    def end(self, status: str) -> None:
+        """Close the journal and send what is left."""
+        if self.journal:
+            self.journal.write({"status": status})
+            self._send()
+
+    def _send(self) -> None:
+        self.sent_at = time.monotonic()
+        if not self.reachable or not self.journal:
+            return
+        try:
+            send(self.journal.path)
+        except Exception as error:  # tracking must never stop a run
+            self.reachable = False
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            print(
+                f"warning: MLflow at {tracking_uri()} did not take this stage: {reason}\n"
+                "  nothing is lost: `redraft publish` sends it when the server is back",
+                file=sys.stderr,
+            )
 
 
 def _is_number(value: object) -> bool:
@@ -71,32 +121,29 @@ def _is_number(value: object) -> bool:
 
 @contextmanager
 def stage_run(name: str, config: Config) -> Iterator[StageRun]:
-    """Track one stage; what `publish` was given is sent when the block ends, FAILED if it raised."""
-    profile = flatten(config.profile.model_dump(mode="json"))
-    params = {**config.params.model_dump(mode="json"), **{f"profile.{key}": value for key, value in profile.items()}}
-    tracked = StageRun(name, params, config.params.profile)
+    """Track one stage: FINISHED, KILLED if it was told to stop, FAILED if it raised."""
+    tracked = StageRun(name, config)
     status = "FAILED"
     try:
         yield tracked
         status = "FINISHED"
+    except (SystemExit, KeyboardInterrupt):
+        status = KILLED
+        raise
     finally:
-        if os.environ.get("RANK", "0") == "0":
-            try:
-                _send(tracked, status)
-            except Exception as error:  # tracking must never stop a run
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                print(f"warning: MLflow at {tracking_uri()} did not take this stage: {reason}", file=sys.stderr)
+        tracked.end(status)
 
 
 def _client() -> Any:
-    """An MLflow client; the SQLite database is made under a lock, for stages that start at the same time."""
+    """An MLflow client that gives up within 5 seconds."""
     for name, value in {
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "GIT_PYTHON_REFRESH": "quiet",
     }.items():
         os.environ.setdefault(name, value)
+    os.environ.pop("MLFLOW_RUN_ID", None)  # a stage is a run of its own
     import logging
 
     logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -106,61 +153,86 @@ def _client() -> Any:
     return MlflowClient(tracking_uri())
 
 
-def _send(tracked: StageRun, status: str) -> None:
+def send(path: Path) -> int:
+    """Send the lines of a journal that MLflow does not have yet; how many these were."""
     from filelock import FileLock
 
+    lines = read(path)
     uri = tracking_uri()
-    store = Path(uri.removeprefix("sqlite:///")).parent if uri.startswith("sqlite:///") else Path(".store")
+    store = Path(uri.removeprefix("sqlite:///")).parent if uri.startswith("sqlite:///") else home()
     store.mkdir(parents=True, exist_ok=True)
-    with FileLock(store / "mlflow.lock", timeout=120):
+    with FileLock(store / "mlflow.lock", timeout=120):  # processes that make one SQLite database at once break it
         client = _client()
-        parent = _parent(client, tracked, store)
-    from mlflow.entities import Metric
+        child, parent = _runs(client, lines[0], path.stem, store)
+    tags = child.data.tags
+    sent = int(tags.get(SENT_TAG, "0"))
+    run = child.info.run_id
+    if sent == 0:
+        _log(client, run, params=lines[0]["params"])
+    left = lines[max(1, sent) :]
+    for start in range(0, len(left), 100):
+        part = left[start : start + 100]
+        _log(client, run, metrics=_points(part), tags={SENT_TAG: str(max(1, sent) + start + len(part))})
+    for line in left:
+        if "headline" in line:
+            _log(client, parent, metrics=[(key, value, line["time"], 0) for key, value in line["headline"].items()])
+        if "status" in line:
+            for number in (run, parent):
+                client.set_terminated(number, line["status"], end_time=line["time"])
+    return len(left)
 
-    tags = {"mlflow.parentRunId": parent, "mlflow.runName": tracked.name, "stage": tracked.name}
-    experiment = client.get_run(parent).info.experiment_id
-    child = client.create_run(experiment, tags=tags, run_name=tracked.name).info.run_id
-    now = int(client.get_run(child).info.start_time)
-    points = [Metric(key, value, now, 0) for key, value in tracked.numbers.items()]
-    for curve, rows in tracked.curves.items():
-        for row in rows:
-            step = int(row["step"])
-            points += [Metric(f"{curve}/{key}", value, now, step) for key, value in row.items() if key != "step"]
-    _batch(client, child, points, tracked.params)
-    client.set_terminated(child, status)
-    _batch(client, parent, [Metric(key, float(value), now, 0) for key, value in tracked.headline.items()], {})
-    client.set_terminated(parent, status)
+
+def _points(lines: list[dict[str, Any]]) -> list[tuple[str, float, int, int]]:
+    points = []
+    for line in lines:
+        points += [(key, value, line["time"], 0) for key, value in line.get("numbers", {}).items()]
+        row = line.get("row", {})
+        points += [
+            (f"{line['curve']}/{key}", value, line["time"], int(row["step"]))
+            for key, value in row.items()
+            if key != "step"
+        ]
+    return points
 
 
-def _batch(client: Any, run: str, metrics: list[Any], params: dict[str, Any]) -> None:
-    from mlflow.entities import Param
+def _log(
+    client: Any, run: str, params: dict[str, Any] | None = None, metrics: Any = (), tags: dict[str, str] | None = None
+) -> None:
+    """One batch or more, within MLflow's limits: 100 params, 1000 metrics; tags come with the last."""
+    from mlflow.entities import Metric, Param, RunTag
 
-    entries = [Param(key, str(value)[:6000]) for key, value in params.items()]
-    for start in range(0, max(1, len(entries)), 100):
+    entries = [Param(key, str(value)[:6000]) for key, value in (params or {}).items()]
+    for start in range(0, len(entries), 100):
         client.log_batch(run, params=entries[start : start + 100])
-    for start in range(0, len(metrics), 1000):
-        client.log_batch(run, metrics=metrics[start : start + 1000])
+    points = [Metric(*point) for point in metrics]
+    marks = [RunTag(key, value) for key, value in (tags or {}).items()]
+    for start in range(0, max(1, len(points)), 1000):
+        last = start + 1000 >= len(points)
+        client.log_batch(run, metrics=points[start : start + 1000], tags=marks if last else [])
 
 
-def _parent(client: Any, tracked: StageRun, store: Path) -> str:
-    """The parent's run id; whichever stage comes first makes it, with all params."""
-    name = f"redraft/{tracked.profile}"
+def _runs(client: Any, header: dict[str, Any], journal: str, store: Path) -> tuple[Any, str]:
+    """The child run of a journal and its parent's id, made if they are not there; the parent has all params."""
+    name = f"redraft/{header['tags']['profile']}"
     found = client.get_experiment_by_name(name)
     artifacts = None if os.environ.get("MLFLOW_TRACKING_URI") else (store / "mlartifacts").as_uri()
     experiment = found.experiment_id if found else client.create_experiment(name, artifact_location=artifacts)
-    key = pipeline_key(tracked.params)
+    for child in client.search_runs([experiment], f"tags.`{JOURNAL_TAG}` = '{journal}'", max_results=1):
+        return child, child.data.tags["mlflow.parentRunId"]
+    stage = header["stage"]
+    parent = _parent(client, experiment, header)
+    tags = {"mlflow.parentRunId": parent, "mlflow.runName": stage, "stage": stage, JOURNAL_TAG: journal}
+    return client.create_run(experiment, tags=tags, run_name=stage, start_time=header["time"]), parent
+
+
+def _parent(client: Any, experiment: str, header: dict[str, Any]) -> str:
+    key = header["key"]
     # a stage that already has a child began a run anew: the same commit and params, run once more
     for run in client.search_runs([experiment], f"tags.`{PARENT_TAG}` = '{key}'", max_results=1):
-        mine = f"tags.`mlflow.parentRunId` = '{run.info.run_id}' and tags.stage = '{tracked.name}'"
+        mine = f"tags.`mlflow.parentRunId` = '{run.info.run_id}' and tags.stage = '{header['stage']}'"
         if not any(child.info.status == "FINISHED" for child in client.search_runs([experiment], mine)):
             return run.info.run_id
-    tags = {
-        PARENT_TAG: key,
-        "git.commit": _git("rev-parse", "HEAD"),
-        "git.dirty": str(bool(_git("status", "--porcelain"))).lower(),
-        "dvc.exp.baseline": os.environ.get("DVC_EXP_BASELINE_REV", ""),
-        "profile": tracked.profile,
-    }
-    parent = client.create_run(experiment, tags=tags, run_name=key).info.run_id
-    _batch(client, parent, [], tracked.params)
+    tags = {PARENT_TAG: key, **header["tags"]}
+    parent = client.create_run(experiment, tags=tags, run_name=key, start_time=header["time"]).info.run_id
+    _log(client, parent, params=header["params"])
     return parent

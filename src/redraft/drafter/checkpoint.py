@@ -56,6 +56,11 @@ class Checkpoint:
     row_source: np.ndarray | None = None
     """Where each head row came from, int64 [N]: see `redraft.drafter.remap`."""
 
+    @property
+    def foreign(self) -> dict[int, tuple[str | None, str | None]]:
+        """Ids that mean another token to the drafter's own target, with both tokens: a head row is not moved there."""
+        return {int(number): (one, two) for number, (one, two) in self.record.get("foreign", {}).items()}
+
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, aux_layers: tuple[int, ...]) -> None:
     """Write `checkpoint` in SGLang's form to `folder`, then read it back and compare.

@@ -41,7 +41,7 @@ def remap(donor: Checkpoint, mapping: Mapping, fill: str, target_head: Tensor) -
         RedraftError: a fill that needs shared ids, without any.
     """
     rows = donor.drafter.lm_head.weight.detach()
-    weight, source = carry_head(rows, donor.mapping, mapping, fill, target_head)
+    weight, source = carry_head(rows, donor.mapping, mapping, fill, target_head, donor.foreign)
     return _with_head(donor, mapping, weight, source)
 
 
@@ -126,7 +126,7 @@ def prove(donor: Checkpoint, made: Checkpoint, states: int = 64) -> dict[str, fl
     Raises:
         RedraftError: a row that changed.
     """
-    shared = np.intersect1d(donor.mapping.ids, made.mapping.ids)
+    shared = np.setdiff1d(np.intersect1d(donor.mapping.ids, made.mapping.ids), list(donor.foreign))
     before = donor.drafter.lm_head.weight.detach()[donor.mapping.slots[shared]]
     after = made.drafter.lm_head.weight.detach()[made.mapping.slots[shared]]
     changed = shared[(before != after).any(1).numpy()]

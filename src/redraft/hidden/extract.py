@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from redraft import atomic
+from redraft.device import resolve
 from redraft.errors import RedraftError
 from redraft.hidden import store
 from redraft.hidden.corpus import Corpus
@@ -38,9 +39,14 @@ def target_hash(folder: Path) -> str:
 
 
 def extract_folder(folder: Path, corpora: Corpora, profile: Profile) -> Path:
-    """Extract from the target in `folder`, in bf16; the path of the manifest in the store. See `extract`."""
+    """Extract from the target in `folder`; the path of the manifest in the store. See `extract`.
+
+    Computed in bf16 where the machine multiplies it, else in fp32; stored in bf16.
+    """
     params = profile.target
-    target = load_target(folder, aux_layers=params.aux_layers, trust_remote_code=params.trust_remote_code)
+    target = load_target(
+        folder, dtype=resolve("auto"), aux_layers=params.aux_layers, trust_remote_code=params.trust_remote_code
+    )
     return extract(target, target_hash(folder), corpora, profile.extract)
 
 
@@ -140,8 +146,10 @@ def _run(target: Target, corpus: Corpus, batch_tokens: int, title: str) -> Itera
 
 
 @torch.inference_mode()
-def forward(target: Target, documents: list[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor]]:
-    """One forward over (ids, mask) documents, padded on the right; per document the tensors of a shard."""
+def forward(
+    target: Target, documents: list[tuple[Tensor, Tensor]], dtype: torch.dtype = torch.bfloat16
+) -> list[dict[str, Tensor]]:
+    """One forward over (ids, mask) documents, padded on the right; per document the tensors of a shard in `dtype`."""
     device = target.head.device
     length = max(len(ids) for ids, _ in documents)
     padded = torch.zeros(len(documents), length, dtype=torch.int64, device=device)
@@ -151,7 +159,7 @@ def forward(target: Target, documents: list[tuple[Tensor, Tensor]]) -> list[dict
         attention[row, : len(ids)] = 1
     with target.capture(target.aux_layers) as captured:
         final = target.decoder(input_ids=padded, attention_mask=attention, use_cache=False).last_hidden_state
-    aux = target.aux(captured).to(torch.bfloat16)
+    aux = target.aux(captured).to(dtype)
     results = []
     for row, (ids, mask) in enumerate(documents):
         states = final[row, : len(ids)]
@@ -161,7 +169,7 @@ def forward(target: Target, documents: list[tuple[Tensor, Tensor]]) -> list[dict
                 "input_ids": ids.int(),
                 "loss_mask": mask,
                 "aux": aux[row, : len(ids)].cpu().clone(),
-                "final": states.to(torch.bfloat16).cpu().clone(),
+                "final": states.to(dtype).cpu().clone(),
                 "greedy": greedy.int().cpu(),
             }
         )

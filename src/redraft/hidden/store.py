@@ -208,6 +208,10 @@ class PackedRows(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def empty(self) -> dict[str, Tensor]:
+        """A row of padding alone."""
+        return {name: torch.zeros_like(tensor) for name, tensor in self[0].items()}
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         parts = [self.states.read(document) for document in self.rows[index]]
         lengths = [len(part["input_ids"]) for part in parts]

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from redraft.device import compute_device
 from redraft.errors import RedraftError
 from redraft.target.hf import offline_transformers
 from redraft.target.sources import weights_folder
@@ -149,9 +150,9 @@ def load_target(
     known = getattr(transformers, name, transformers.AutoModelForCausalLM)
     model = known.from_pretrained(weights_folder(folder), dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
     _require_plain_head(model, config.get_text_config())
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = device or compute_device()
     return Target(
-        model.eval().requires_grad_(False).to(device), config.get_text_config(), aux_layers_of(config, aux_layers)
+        model.eval().requires_grad_(False).to(place), config.get_text_config(), aux_layers_of(config, aux_layers)
     )
 
 

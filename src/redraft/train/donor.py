@@ -1,5 +1,6 @@
 """Train a donor: the same code on another corpus, with a mapping of its own."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from redraft.drafter.checkpoint import Checkpoint
@@ -17,13 +18,22 @@ from redraft.vocab.build import build, count_tokens
 HELDOUT_SHARE = 0.1
 
 
-def train_donor(target: Path, corpus: Corpus, profile: Profile) -> tuple[Checkpoint, Fitted]:
+def train_donor(
+    target: Path,
+    corpus: Corpus,
+    profile: Profile,
+    *,
+    resume: str = "auto",
+    log: Callable[[str, dict[str, float]], None] = lambda curve, row: None,
+) -> tuple[Checkpoint, Fitted]:
     """Train a drafter from nothing on `corpus`, the last tenth of which is held out.
 
     Args:
         target: target folder.
         corpus: the donor corpus.
         profile: its `donor`, `vocab`, `target` and `extract` sections are used.
+        resume: see `redraft.train.loop.fit`.
+        log: likewise.
     """
     params = profile.donor
     if params.train is None or params.shape is None or params.size is None or len(corpus) < 2:
@@ -52,4 +62,5 @@ def train_donor(target: Path, corpus: Corpus, profile: Profile) -> tuple[Checkpo
     donor = Checkpoint(Drafter.fresh(shape, params.train.seed), vocabulary.mapping, {"source": "train"})
     manifest = extract_folder(target, parts, profile)
     states = {split: HiddenStates(manifest, split) for split in parts}
-    return donor, fit(donor, ends, states["train"], states["heldout"], params.train, title="train donor")
+    training = states["train"], states["heldout"], params.train
+    return donor, fit(donor, ends, *training, title="train donor", resume=resume, log=log)

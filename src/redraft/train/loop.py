@@ -1,27 +1,36 @@
 """Train a drafter with Accelerate: AdamW, warm-up and cosine decay counted in optimizer steps, clipped gradients."""
 
+import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import set_seed
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
 
+from redraft.device import compute_device, resolve
+from redraft.drafter import model as drafter_model
 from redraft.drafter.checkpoint import Checkpoint
 from redraft.errors import RedraftError
 from redraft.hidden.store import HiddenStates, PackedRows
+from redraft.launch import asked_to_stop
 from redraft.params import FitParams
 from redraft.progress import counter
 from redraft.target.model import Ends
-from redraft.train.measure import Tally, evaluate
-from redraft.train.step import StepOutput, TTTModule
+from redraft.train import step as train_step
+from redraft.train.batches import Batch, Batches, ahead
+from redraft.train.measure import Tally, evaluate, joint_acceptance
+from redraft.train.state import Progress, State, Weights, load, weights_hash
+from redraft.train.step import TTTModule
 
 CURVE_POINTS = 60
+Row = dict[str, float]
 
 
 @dataclass
@@ -29,17 +38,26 @@ class Fitted:
     """What a training left behind."""
 
     heldout: dict[str, Any]
-    """`Tally.metrics` on held-out documents after training."""
+    """`evaluate` on held-out documents, of the weights that were kept."""
     start: dict[str, Any]
     """The same before training."""
-    curve: list[dict[str, float]] = field(default_factory=list)
-    """One row now and then: step, lr, loss and accuracy of the first draft step over the rows since the last one."""
-    steps: int = 0
-    """Optimizer steps."""
-    tokens: int = 0
+    steps: int
+    """Optimizer steps done."""
+    kept: int
+    """The step whose weights were kept."""
+    tokens: int
     """Document tokens seen, padding not counted."""
-    seconds: float = 0.0
-    """Of the training loop."""
+    seconds: float
+    """Of the training loop, held-out measurements not counted."""
+    curve: list[Row]
+    """One row now and then: step, lr, loss and accuracy of the first draft step over the rows since the last one."""
+    evaluations: list[Row]
+    """One row for each held-out measurement: step, loss, accuracy, joint acceptance, predicted accept length."""
+    parts: dict[str, float]
+    """Milliseconds of an optimizer step by part, the median over the curve's rows."""
+    precision: str
+    """`bf16` or `fp32`."""
+    state: State
 
 
 def lr_factor(step: int, total: int, warmup: float) -> float:
@@ -48,6 +66,39 @@ def lr_factor(step: int, total: int, warmup: float) -> float:
     if step < rise:
         return (step + 1) / rise
     return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, total - rise)))
+
+
+@dataclass
+class Laps:
+    """Wall time of the parts of a step; on a GPU only while `on`, since it has to wait for it."""
+
+    on: bool = False
+    last: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
+    rows: list[dict[str, float]] = field(default_factory=list)
+
+    def begin(self, on: bool) -> None:
+        """Start a step."""
+        self.on, self.last, self.sums = on, time.perf_counter(), {}
+
+    def __call__(self, part: str) -> None:
+        """Add the time since the last call to `part`."""
+        if self.on:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            now = time.perf_counter()
+            self.sums[part] = self.sums.get(part, 0.0) + 1e3 * (now - self.last)
+            self.last = now
+
+    def end(self) -> None:
+        """Keep the step."""
+        if self.on:
+            self.rows.append(self.sums)
+
+    def medians(self) -> dict[str, float]:
+        """Milliseconds by part."""
+        names = self.rows[0] if self.rows else ()
+        return {name: round(float(torch.tensor([row[name] for row in self.rows]).median()), 1) for name in names}
 
 
 def fit(
@@ -59,8 +110,11 @@ def fit(
     *,
     processes: int = 1,
     title: str = "train",
+    resume: str = "auto",
+    gate: Callable[[dict[str, Any]], None] = lambda start: None,
+    log: Callable[[str, Row], None] = lambda curve, row: None,
 ) -> Fitted:
-    """Train `checkpoint.drafter` in place.
+    """Train `checkpoint.drafter` in place; the weights with the best joint acceptance on held-out documents stay.
 
     Args:
         checkpoint: the initial drafter and its mapping.
@@ -69,14 +123,62 @@ def fit(
         heldout: documents to measure on.
         params: learning rate, passes, batch and precision.
         processes: the world size that must be there.
-        title: of the progress bar.
+        title: of the progress bar, and of the saved state.
+        resume: `auto`, `never` or `must`, see `State.find`.
+        gate: told the measurement before the first step on the main process; raises to stop.
+        log: told of every row of the curves as it comes, on the main process.
 
     Raises:
-        RedraftError: another world size than asked, or no supervised position.
+        RedraftError: another world size than asked, no supervised position, or what `gate` raises.
+        SystemExit: 143 after SIGTERM, with the state saved.
     """
+    accelerator = _accelerator(params, processes)
+    run = _Run.prepare(accelerator, checkpoint, ends, train, heldout, params, processes, title, resume)
+    progress = run.progress
+    start = progress.evaluations[0] if progress.evaluations else evaluate(run.module, run.heldout, params, accelerator)
+    if not start["positions"]:
+        raise RedraftError(
+            "No held-out position can be measured.",
+            where="heldout",
+            cause="answers of fewer than two tokens, or a chat template whose answers are not supervised",
+        )
+    if not progress.evaluations:
+        progress.evaluations.append({**start, "step": 0})
+        run.try_longest()
+        if accelerator.is_main_process:
+            gate(start)
+            log("heldout", heldout_row(start, 0))
+    run.train(title, log)
+    if run.best is not None and accelerator.is_main_process:
+        checkpoint.drafter.load_state_dict(run.best)
+    chosen = progress.evaluations[progress.best or 0]
+    return Fitted(
+        heldout={name: value for name, value in chosen.items() if name != "step"},
+        start={name: value for name, value in start.items() if name != "step"},
+        steps=progress.step,
+        kept=chosen["step"],
+        tokens=progress.tokens,
+        seconds=progress.seconds,
+        curve=progress.curve,
+        evaluations=[heldout_row(row, row["step"]) for row in progress.evaluations],
+        parts=run.laps.medians(),
+        precision=resolve(params.precision),
+        state=run.state,
+    )
+
+
+def heldout_row(measured: dict[str, Any], step: int) -> Row:
+    """One row of the held-out curve."""
+    row = {"step": step, "loss": measured["loss_0"], "accuracy": measured["accuracy_0"]}
+    return {**row, "joint": joint_acceptance(measured), "accept_length": measured.get("accept_length", 1.0)}
+
+
+def _accelerator(params: FitParams, processes: int) -> Accelerator:
     set_seed(params.seed)
     accelerator = Accelerator(
-        mixed_precision="bf16" if params.precision == "bf16" else "no", cpu=not torch.cuda.is_available()
+        mixed_precision="bf16" if resolve(params.precision) == "bf16" else "no",
+        cpu=compute_device().type == "cpu",
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],  # the embedding: 4.7 GB a step
     )
     if accelerator.num_processes != processes:
         raise RedraftError(
@@ -86,71 +188,210 @@ def fit(
             found=accelerator.num_processes,
             cause="on a CPU `accelerate launch` starts one process: use torchrun",
         )
-    module = TTTModule(checkpoint.drafter, checkpoint.mapping, ends.embed.float(), ends.head, params.ttt_steps)
-    module.to(accelerator.device)
-    measured = PackedRows(heldout, params.row_tokens)
-    batch_rows = params.batch_tokens // params.row_tokens
-    fitted = Fitted(heldout={}, start=evaluate(module, measured, batch_rows))
-    if not fitted.start["positions"]:
-        raise RedraftError(
-            "No held-out position can be measured.",
-            where="heldout",
-            cause="answers of fewer than two tokens, or a chat template whose answers are not supervised",
+    return accelerator
+
+
+def _identity(checkpoint: Checkpoint, train: HiddenStates, params: FitParams, processes: int) -> dict[str, Any]:
+    """Everything that decides the weights: two trainings that agree in it may share a state."""
+    decisive = params.model_dump(exclude={"save_steps"})
+    code = [Path(str(module.__file__)) for module in (train_step, drafter_model)] + [Path(__file__)]
+    return {
+        "params": {**decisive, "precision": resolve(params.precision)},
+        "mapping": checkpoint.mapping.hash,
+        "initial": weights_hash(checkpoint.drafter.state_dict()),
+        "hidden": train.manifest["fingerprint"],
+        "processes": processes,
+        "torch": torch.__version__,
+        "code": weights_hash(
+            {path.name: torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8) for path in code}
+        ),
+    }
+
+
+@dataclass
+class _Run:
+    """One training on one process."""
+
+    accelerator: Accelerator
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Batches
+    heldout: PackedRows
+    params: FitParams
+    state: State
+    progress: Progress
+    best: Weights | None
+    anchors: list[Tensor]
+    """The initial weights, if there is a pull to them."""
+    laps: Laps = field(default_factory=Laps)
+
+    @classmethod
+    def prepare(
+        cls,
+        accelerator: Accelerator,
+        checkpoint: Checkpoint,
+        ends: Ends,
+        train: HiddenStates,
+        heldout: HiddenStates,
+        params: FitParams,
+        processes: int,
+        title: str,
+        resume: str,
+    ) -> "_Run":
+        state = State(title, _identity(checkpoint, train, params, processes))
+        for name in params.loss.freeze:
+            checkpoint.drafter.get_submodule(name).requires_grad_(False)
+        # the state dict that is loaded at the end is the checkpoint's own; FSDP shards the copy
+        drafter = deepcopy(checkpoint.drafter)
+        module = TTTModule(drafter, checkpoint.mapping, ends.embed.float(), ends.head, params.ttt_steps)
+        module.to(accelerator.device)
+        trained = [weight for weight in module.parameters() if weight.requires_grad]
+        fused = accelerator.device.type in ("cpu", "cuda")
+        optimizer = torch.optim.AdamW(trained, lr=params.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+        wrapped, optimizer = accelerator.prepare(module, optimizer)
+        anchors = [w.detach().clone() for w in wrapped.parameters() if w.requires_grad] if params.loss.l2 else []
+        rows = PackedRows(train, params.row_tokens)
+        batches = Batches(rows, params, accelerator.process_index, processes)
+        found = state.find(resume)
+        progress, best = load(found) if found else (Progress(), None)
+        if found:
+            accelerator.load_state(str(found))
+            accelerator.print(f"{title}: goes on after step {progress.step:,} of {batches.total:,}")
+        return cls(
+            accelerator,
+            wrapped,
+            optimizer,
+            batches,
+            PackedRows(heldout, params.row_tokens),
+            params,
+            state,
+            progress,
+            best,
+            anchors,
         )
-    rows = PackedRows(train, params.row_tokens)
-    loader = DataLoader(
-        rows, batch_size=batch_rows, shuffle=True, generator=torch.Generator().manual_seed(params.seed), drop_last=False
-    )
-    optimizer = torch.optim.AdamW(
-        checkpoint.drafter.parameters(), lr=params.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-    )
-    wrapped, optimizer, loader = accelerator.prepare(module, optimizer, loader)
-    total = max(1, round(params.epochs * len(loader)))
-    window, began = Tally(), time.perf_counter()
-    with counter(round(params.epochs * train.tokens), title, "token") as bar:
-        for step, batch in enumerate(_batches(loader, total)):
-            rate = params.lr * lr_factor(step, total, params.warmup)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            output = wrapped(batch)
-            _backward(accelerator, output, params)
-            accelerator.clip_grad_norm_(checkpoint.drafter.parameters(), params.clip)
-            optimizer.step()
-            optimizer.zero_grad()
+
+    def try_longest(self) -> None:
+        """One forward and backward of the fullest micro batch, so that memory runs out now or never."""
+        size = self.params.micro_tokens // self.params.row_tokens
+        fullest = Batches(self.batches.rows, self.params)  # rows come fullest first out of `pack`
+        batch = torch.utils.data.default_collate([fullest.rows[n] for n in range(min(size, len(fullest.rows)))])
+        output = self.module(self._here(batch), self.params.loss.mask)
+        self.accelerator.backward(output.losses.sum() * 0.0)
+        self.optimizer.zero_grad()
+
+    def train(self, title: str, log: Callable[[str, Row], None]) -> None:
+        """Run the steps that are left."""
+        progress, total, main = self.progress, self.batches.total, self.accelerator.is_main_process
+        every = max(1, total // CURVE_POINTS)
+        measured = {round(total * (number + 1) / self.params.evals) for number in range(self.params.evals)}
+        window = Tally.of(progress.window) if main else Tally()  # saved sums are those of all processes
+        whole = round(self.params.epochs * self.batches.rows.states.tokens)
+        bar = counter(whole, title, "token", initial=progress.tokens, shown=main)
+        saved = progress.step
+        coming = ahead(map(self.batches.read, range(progress.step, total)))
+        with bar:
+            for step in range(progress.step, total) if not self._worn_out() else ():
+                began = time.perf_counter()
+                timed = (step + 1) % every == 0
+                self.laps.begin(timed)
+                rate = self.params.lr * lr_factor(step, total, self.params.warmup)
+                seen, stop = self._step(next(coming), rate, window)
+                self.laps.end()
+                progress.step, progress.tokens = step + 1, progress.tokens + seen
+                progress.seconds += time.perf_counter() - began
+                if timed or step + 1 == total:
+                    window.reduce(self.accelerator)
+                    now, window = window.metrics(), Tally()
+                    row = {"step": step + 1, "lr": rate, "loss": now["loss_0"], "accuracy": now["accuracy_0"]}
+                    progress.curve.append(row)
+                    if main:
+                        log("train", row)
+                    accept = progress.evaluations[-1].get("accept_length", 1.0)
+                    figures = {"loss": f"{row['loss']:.3f}", "accuracy": f"{row['accuracy']:.3f}"}
+                    bar.set_postfix({**figures, "accept": f"{accept:.2f}"}, refresh=False)
+                bar.update(seen)
+                if step + 1 in measured:
+                    self._measure(log)
+                worn_out = self._worn_out()
+                if stop or (progress.step - saved >= self.params.save_steps and step + 1 < total and not worn_out):
+                    self._save(window)
+                    saved = progress.step
+                if stop:
+                    raise SystemExit(143)
+                if worn_out:
+                    break
+
+    def _here(self, batch: Batch) -> Batch:
+        return {name: tensor.to(self.accelerator.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _step(self, micro: list[Batch], rate: float, window: Tally) -> tuple[int, bool]:
+        """One optimizer step; document tokens that all processes saw, and whether one was told to stop.
+
+        The loss is sum_k step_weight**k * sum of step k / its count, counted over all micro batches of all processes
+        before the first forward; DDP's mean over processes is undone. Accelerate divides by nothing here: it does not
+        know of the accumulation.
+        """
+        loss = self.params.loss
+        inner: TTTModule = self.accelerator.unwrap_model(self.module)
+        micro = [self._here(batch) for batch in micro]
+        counts = torch.stack([inner.contributing(batch, loss.mask, loss.oov) for batch in micro]).sum(0)
+        tokens = torch.stack([(batch["documents"] > 0).sum() for batch in micro]).sum()
+        told = self.accelerator.reduce(torch.cat([counts, tokens[None], tokens.new_tensor([asked_to_stop()])]))
+        counts, seen, stop = told[:-2], int(told[-2]), bool(told[-1])
+        if loss.denominator == "tokens":
+            counts = torch.full_like(counts, self.params.batch_tokens)
+        weights = self.params.step_weight ** torch.arange(self.params.ttt_steps, device=counts.device)
+        scale = self.accelerator.num_processes * weights / counts.clamp(min=1)
+        self.laps("data")
+        for number, batch in enumerate(micro):
+            last = number + 1 == len(micro)
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.module):
+                output = self.module(batch, loss.mask, self.laps)
+                self.accelerator.backward((scale * (output.losses * output.contributing(loss.oov)).sum(1)).sum())
             window.add(output)
-            seen = int((batch["documents"] > 0).sum()) * processes
-            fitted.tokens += seen
-            bar.update(seen)
-            if (step + 1) % max(1, total // CURVE_POINTS) == 0 or step + 1 == total:
-                now = window.metrics()
-                fitted.curve.append(
-                    {"step": step + 1, "lr": rate, "loss": now["loss_0"], "accuracy": now["accuracy_0"]}
-                )
-                bar.set_postfix(loss=f"{now['loss_0']:.3f}", accuracy=f"{now['accuracy_0']:.3f}", refresh=False)
-                window = Tally()
-    fitted.steps, fitted.seconds = total, time.perf_counter() - began
-    accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)  # the forward without autocast: measured as at the start
-    fitted.heldout = evaluate(module, measured, batch_rows)
-    return fitted
+            self.laps("backward")
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        trained = [weight for weight in self.module.parameters() if weight.requires_grad]
+        for weight, anchor in zip(trained, self.anchors, strict=False):
+            assert weight.grad is not None
+            weight.grad.add_(weight.detach() - anchor, alpha=loss.l2)
+        self.accelerator.clip_grad_norm_(trained, self.params.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.laps("optimizer")
+        return seen, stop
 
+    def _measure(self, log: Callable[[str, Row], None]) -> None:
+        progress = self.progress
+        found = evaluate(self.module, self.heldout, self.params, self.accelerator)
+        progress.evaluations.append({**found, "step": progress.step})
+        if self.accelerator.is_main_process:
+            log("heldout", heldout_row(found, progress.step))
+        scores = [joint_acceptance(row) for row in progress.evaluations]
+        if progress.best is None or scores[-1] > scores[progress.best]:
+            progress.best = len(scores) - 1
+            weights = self.accelerator.get_state_dict(self.module)
+            prefix = "drafter."
+            self.best = {
+                name.removeprefix(prefix): tensor.detach().to("cpu", copy=True).contiguous()
+                for name, tensor in weights.items()
+            }
 
-def _batches(loader: DataLoader[dict[str, Tensor]], total: int) -> Iterator[dict[str, Tensor]]:
-    """`total` batches, passing over `loader` again and again."""
-    left = total
-    while left:
-        for batch in loader:
-            yield batch
-            left -= 1
-            if not left:
-                return
+    def _worn_out(self) -> bool:
+        """Whether the last `patience` measurements brought nothing better."""
+        best = self.progress.best
+        return best is not None and len(self.progress.evaluations) - 1 - best >= self.params.patience
 
-
-def _backward(accelerator: Accelerator, output: StepOutput, params: FitParams) -> None:
-    """Backward of sum_k step_weight**k * mean loss of step k, the mean over the positions of all processes.
-
-    Each process contributes its own sum over the global count; DDP averages gradients over processes, which is undone.
-    """
-    counts = accelerator.reduce(output.trained.sum(1), "sum")  # [K]
-    weights = params.step_weight ** torch.arange(params.ttt_steps, device=counts.device)
-    sums = (output.losses * output.trained).sum(1)
-    accelerator.backward((weights * sums / counts.clamp(min=1)).sum() * accelerator.num_processes)
+    def _save(self, window: Tally) -> None:
+        accelerator = self.accelerator
+        everyone = Tally(dict(window.sums))
+        everyone.reduce(accelerator)
+        self.progress.window = {name: sums.tolist() for name, sums in everyone.sums.items()}
+        self.state.save(
+            self.progress,
+            self.best,
+            lambda folder: accelerator.save_state(str(folder)),
+            accelerator.is_main_process,
+            accelerator.wait_for_everyone,
+        )

@@ -4,17 +4,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
+from accelerate import Accelerator
+from torch import Tensor, nn
 
+from redraft.device import compute_device
 from redraft.drafter.checkpoint import Checkpoint
 from redraft.drafter.fill import FILLS
 from redraft.drafter.remap import initial
 from redraft.hidden.store import HiddenStates, PackedRows
 from redraft.params import FitParams
 from redraft.progress import progress
+from redraft.serve.acceptance import Acceptance
 from redraft.target.model import Ends
+from redraft.train.batches import deal
 from redraft.train.step import StepOutput, TTTModule
+from redraft.train.walk import walk
 from redraft.vocab.mapping import Mapping
 
 
@@ -39,7 +43,20 @@ class Tally:
         }
         for name, part in parts.items():
             total = part.double().sum(1)
-            self.sums[name] = self.sums[name] + total if name in self.sums else total
+            self.sums[name] = self.sums[name].to(total.device) + total if name in self.sums else total
+
+    @classmethod
+    def of(cls, sums: dict[str, list[float]]) -> "Tally":
+        """A tally that goes on from saved sums."""
+        return cls({name: torch.tensor(values, dtype=torch.float64) for name, values in sums.items()})
+
+    def reduce(self, accelerator: Accelerator) -> None:
+        """Add up over processes."""
+        names = list(self.sums)
+        if not names:
+            return
+        total = accelerator.reduce(torch.stack([self.sums[name] for name in names]))
+        self.sums = dict(zip(names, total, strict=True))
 
     def metrics(self) -> dict[str, Any]:
         """Per step k, with `_k` appended, and `positions`.
@@ -61,26 +78,52 @@ class Tally:
         return rows
 
 
-@torch.inference_mode()
-def evaluate(module: TTTModule, rows: PackedRows, batch_rows: int) -> dict[str, Any]:
-    """`Tally.metrics` of `module` over all of `rows`, in fp32; and the half width of 95 % intervals of the first step.
+@torch.no_grad()
+def evaluate(
+    module: nn.Module, rows: PackedRows, params: FitParams, accelerator: Accelerator | None = None
+) -> dict[str, Any]:
+    """`Tally.metrics` of a `TTTModule` over all of `rows`, in fp32, with what is predicted of serving.
 
-    `loss_0_interval` and `accuracy_0_interval` are for a mean over clusters: the positions of a row depend on each
-    other, rows do not. With s_r the sum and c_r the count of row r, Var = sum (s_r - m c_r)^2 / (sum c_r)^2
-    (the linearised ratio estimator of survey sampling, Cochran 1977, 6.11).
+    `loss_0_interval` and `accuracy_0_interval` are the half widths of 95 % intervals for a mean over clusters: the
+    positions of a row depend on each other, rows do not. With s_r the sum and c_r the count of row r, Var =
+    sum (s_r - m c_r)^2 / (sum c_r)^2 (the linearised ratio estimator of survey sampling, Cochran 1977, 6.11).
+    `accept_length` is `redraft.train.walk`'s for K drafted tokens; absent if no round was complete.
+
+    With an `accelerator` every process measures its share, every row once, and all return the same.
     """
+    device = accelerator.device if accelerator else compute_device()
+    rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     tally = Tally()
-    clusters: dict[str, list[Tensor]] = {"loss_0": [], "accuracy_0": []}
-    for batch in DataLoader(rows, batch_size=batch_rows):
-        output = module({name: tensor.to(module.embed.device) for name, tensor in batch.items()})
+    clusters = torch.zeros(2, 2, len(rows), dtype=torch.float64, device=device)
+    histogram = torch.zeros(params.ttt_steps + 1, dtype=torch.int64, device=device)
+    for numbers, batch in deal(rows, list(range(len(rows))), params, rank, world):
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        output = module(batch, exact=True)
         tally.add(output)
-        row = output.positions // rows.row_tokens
-        first = {"loss_0": (output.losses[0], output.contributing()[0]), "accuracy_0": (output.correct[0], output.counted[0])}
-        for name, (values, counts) in first.items():
+        places = torch.tensor(numbers, device=device)
+        own = output.positions // rows.row_tokens
+        for index, (values, counts) in enumerate(
+            ((output.losses[0], output.contributing()[0]), (output.correct[0], output.counted[0]))
+        ):
             pairs = torch.stack([values * counts, counts]).double()
-            sums = pairs.new_zeros(2, len(batch["documents"])).index_add_(1, row, pairs)
-            clusters[name].append(sums.cpu())
-    return tally.metrics() | {f"{name}_interval": _half_width(torch.cat(parts, 1)) for name, parts in clusters.items()}
+            clusters[index].index_add_(1, places[own], pairs)
+        histogram += walk(output, batch["input_ids"], batch["loss_mask"], batch["documents"])
+    if accelerator:
+        clusters, histogram = accelerator.reduce(clusters), accelerator.reduce(histogram)
+        tally.reduce(accelerator)
+    found = tally.metrics()
+    loss, accuracy = clusters.cpu()
+    found |= {"loss_0_interval": _half_width(loss), "accuracy_0_interval": _half_width(accuracy)}
+    rounds = histogram.tolist()
+    if sum(rounds):
+        walked = Acceptance(params.ttt_steps, rounds).metrics()
+        found |= {"accept_length": walked["accept_length"], "verify_steps": walked["verify_steps"]}
+    return found
+
+
+def joint_acceptance(measured: dict[str, Any]) -> float:
+    """Drafts that are right at a position before the first wrong one, on average: by this checkpoints are chosen."""
+    return round(sum(value for name, value in measured.items() if name.startswith("joint_")), 6)
 
 
 def _half_width(pairs: Tensor) -> float:
@@ -104,12 +147,12 @@ def first_steps(
     options["scratch"] = ("scratch", "zero")
     rows = PackedRows(heldout, params.row_tokens)
     embed = ends.embed.float()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = compute_device()
     table = {}
     for name, (init, fill) in progress(options.items(), "first step", "option"):
         start = initial(init, fill, donor, mapping, ends.head, params.seed)
         module = TTTModule(start.drafter, start.mapping, embed, ends.head, params.ttt_steps).to(device)
-        found = evaluate(module, rows, params.batch_tokens // params.row_tokens)
+        found = evaluate(module, rows, params)
         table[name] = {
             "loss": found["loss_0"],
             "loss_interval": found["loss_0_interval"],

@@ -71,7 +71,7 @@ class TTTAttention:
         self.batch, self.size, self.tokens = batch, size, tokens
         row = rows // size
         counts = torch.bincount(row, minlength=batch)
-        self.width = int(counts.max()) if len(rows) else 0
+        self.width = max(1, int(counts.max()))  # a batch may be all padding
         self.places = row * self.width + torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[row]
         asked = rows.new_zeros(batch * self.width)
         asked[self.places] = rows % size
@@ -252,10 +252,17 @@ class TTTModule(nn.Module):
         self.register_buffer("draft_head", head[ids].contiguous(), persistent=False)
 
     def forward(
-        self, batch: dict[str, Tensor], mask: str = "served", lap: Callable[[str], None] = lambda part: None
+        self,
+        batch: dict[str, Tensor],
+        mask: str = "served",
+        lap: Callable[[str], None] = lambda part: None,
+        exact: bool = False,
     ) -> StepOutput:
-        """One batch of `redraft.hidden.store.PackedRows`; `mask` and `lap` as in `ttt_step`."""
+        """One batch of `redraft.hidden.store.PackedRows`; `mask` and `lap` as in `ttt_step`; `exact`: no autocast."""
         weight = self.drafter.fc.weight
+        if exact and torch.is_autocast_enabled(weight.device.type):
+            with torch.autocast(weight.device.type, enabled=False):
+                return self(batch, mask, lap)
         return ttt_step(
             self.drafter,
             self.mapping_ids,

@@ -1,0 +1,57 @@
+"""The accept length that serving will give, predicted by walking answers as a server does.
+
+A server drafts at the last prompt position, accepts the right prefix of a <= K drafts, adds its own token, and drafts
+again a + 1 positions on; the last round, which the answer's end cuts, is left out. Drafts after true tokens are what
+training computes anyway, so the walk costs nothing. It predicts serving as far as the answers are the target's own.
+"""
+
+from torch import Tensor
+
+from redraft.train.step import StepOutput, answer_numbers
+
+
+def walk(output: StepOutput, input_ids: Tensor, loss_mask: Tensor, documents: Tensor) -> Tensor:
+    """Count the rounds of every answer in a batch.
+
+    Args:
+        output: of `ttt_step` with mask `served`, P positions.
+        input_ids: int [B, S].
+        loss_mask: [B, S].
+        documents: int64 [B, S].
+
+    Returns:
+        int64 [K + 1], rounds by accepted drafts: the histogram of `redraft.serve.acceptance`.
+    """
+    steps, size = output.counted.shape[0], input_ids.shape[1]
+    ids = input_ids.flatten()
+    places = (output.positions + 2 + _column(steps, output.positions)).clamp(max=len(ids) - 1)
+    right = output.counted & (output.drafted == ids[places])
+    prefix = right.long().cumprod(0).sum(0).tolist()  # accepted drafts, were the answer long enough
+    # answer tokens from x[t+1] on: what a round may add; beyond them nothing is known
+    answers = answer_numbers(loss_mask, documents).flatten()
+    following = (answers[(output.positions + 1).clamp(max=len(ids) - 1)]).tolist()
+    accepted = dict(zip(output.positions.tolist(), prefix, strict=True))
+    number = dict(zip(output.positions.tolist(), following, strict=True))
+    last: dict[tuple[int, int], int] = {}
+    for place, answer in enumerate(answers.tolist()):
+        if answer:
+            last[place // size, answer] = place
+    histogram = [0] * (steps + 1)
+    at, current = -1, (-1, -1)
+    for place in sorted(accepted):
+        answer = (place // size, number[place])
+        if answer != current:
+            at, current = place, answer  # the last prompt position of an answer
+        if place != at:
+            continue
+        bonus = place + 2 + accepted[place]
+        if bonus > last[answer]:  # cut by the end
+            at = -1
+            continue
+        histogram[accepted[place]] += 1
+        at = place + 1 + accepted[place]
+    return output.positions.new_tensor(histogram)
+
+
+def _column(steps: int, like: Tensor) -> Tensor:
+    return like.new_tensor(range(steps))[:, None]
