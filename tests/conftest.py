@@ -6,11 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from redraft.drafter.checkpoint import Checkpoint
 from redraft.drafter.model import Drafter, DrafterConfig
-from redraft.target.model import Target, load_target
+from redraft.hidden.extract import extract, target_hash
+from redraft.hidden.store import HiddenStates
+from redraft.target.model import Ends, Target, load_target, read_ends
 from redraft.vocab.mapping import Mapping
 
 torch.set_num_threads(1)
@@ -127,3 +130,26 @@ def some_checkpoint(seed: int = 0, slots: int = SLOTS, scale: float = 8.0) -> Ch
                 weight.mul_(scale)
             weight.copy_(weight.bfloat16().float())
     return Checkpoint(drafter, some_mapping(seed, slots))
+
+
+@pytest.fixture
+def states(
+    target: Target, llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, HiddenStates]:
+    """Hidden states of random documents, in a store of their own."""
+    from test_hidden import PARAMS, corpus_of
+
+    monkeypatch.setenv("REDRAFT_STORE", str(tmp_path / "store"))
+    corpora = {"train": corpus_of([30, 25, 20, 18, 40, 33]), "heldout": corpus_of([30, 25, 20], seed=0)}
+    manifest = extract(target, target_hash(llama_folder), corpora, PARAMS)
+    return {split: HiddenStates(manifest, split) for split in corpora}
+
+
+@pytest.fixture
+def ends(llama_folder: Path) -> Ends:
+    return read_ends(llama_folder)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)  # one process trains several times, in two precisions

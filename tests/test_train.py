@@ -1,19 +1,14 @@
 """The training loop: it learns, counts its steps, and says when the launch is not what was asked (cases C12, C14)."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from conftest import some_checkpoint
-from test_hidden import PARAMS, corpus_of
 
 from redraft.drafter.fill import FILLS
 from redraft.errors import RedraftError
-from redraft.hidden.extract import extract, target_hash
 from redraft.hidden.store import HiddenStates
 from redraft.params import FitParams, LossParams
-from redraft.target.model import Ends, Target, read_ends
+from redraft.target.model import Ends
 from redraft.train.loop import fit, lr_factor
 from redraft.train.measure import _half_width, best_fill, first_steps
 
@@ -34,26 +29,6 @@ FIT = FitParams(
     patience=1,
     save_steps=1000,
 )
-
-
-@pytest.fixture
-def states(
-    target: Target, llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, HiddenStates]:
-    monkeypatch.setenv("REDRAFT_STORE", str(tmp_path / "store"))
-    corpora = {"train": corpus_of([30, 25, 20, 18, 40, 33]), "heldout": corpus_of([30, 25, 20], seed=0)}
-    manifest = extract(target, target_hash(llama_folder), corpora, PARAMS)
-    return {split: HiddenStates(manifest, split) for split in corpora}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerator() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)  # one process trains several times here, in two precisions
-
-
-@pytest.fixture
-def ends(llama_folder: Path) -> Ends:
-    return read_ends(llama_folder)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -175,6 +176,7 @@ def heldout_row(measured: dict[str, Any], step: int) -> Row:
 
 def _accelerator(params: FitParams, processes: int) -> Accelerator:
     set_seed(params.seed)
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")  # Accelerate knows no other name for it yet
     accelerator = Accelerator(
         mixed_precision="bf16" if resolve(params.precision) == "bf16" else "no",
         cpu=compute_device().type == "cpu",

@@ -100,7 +100,7 @@ def evaluate(
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         output = module(batch, exact=True)
         tally.add(output)
-        places = torch.tensor(numbers, device=device)
+        places = torch.tensor(numbers, dtype=torch.int64, device=device)
         own = output.positions // rows.row_tokens
         for index, (values, counts) in enumerate(
             ((output.losses[0], output.contributing()[0]), (output.correct[0], output.counted[0]))

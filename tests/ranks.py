@@ -1,0 +1,54 @@
+"""What the tests of many processes run: `torchrun ranks.py JOB.json`; rank 0 writes the result."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from conftest import some_checkpoint
+
+from redraft.hidden.store import HiddenStates
+from redraft.launch import is_main, listen
+from redraft.params import FitParams
+from redraft.target.model import read_ends
+from redraft.train.loop import fit
+from redraft.train.state import weights_hash
+
+
+def die_at(step: int, number: int) -> Callable[[str, dict[str, float]], None]:
+    """A listener that sends this process a signal once the curve has the row of `step`."""
+
+    def log(curve: str, row: dict[str, float]) -> None:
+        if curve == "train" and row["step"] == step:
+            os.kill(os.getpid(), number)
+
+    return log
+
+
+def main(job: dict[str, object]) -> None:
+    states = {split: HiddenStates(Path(str(job["manifest"])), split) for split in ("train", "heldout")}
+    checkpoint = some_checkpoint(1, scale=1.0)
+    params = FitParams.model_validate(job["params"])
+    ends = read_ends(Path(str(job["target"])))
+    processes = int(str(job["processes"]))
+    listen()
+    step, number = job.get("die", (0, signal.SIGKILL))  # type: ignore[misc]
+    splits, resume = (states["train"], states["heldout"]), str(job.get("resume", "auto"))
+    fitted = fit(
+        checkpoint, ends, *splits, params, processes=processes, title="job", resume=resume, log=die_at(step, number)
+    )
+    if is_main():
+        weights = weights_hash(checkpoint.drafter.state_dict())
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        found = {"world": world, "backend": dist.get_backend() if dist.is_initialized() else None, "weights": weights}
+        found |= {name: getattr(fitted, name) for name in ("curve", "heldout", "start", "tokens", "steps")}
+        Path(str(job["out"])).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(json.loads(Path(sys.argv[1]).read_text()))
