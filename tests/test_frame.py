@@ -11,10 +11,12 @@ import pytest
 from mlflow import MlflowClient
 
 from redraft import atomic, track
+from redraft.cli import main
 from redraft.curves import read_curve, write_curve
 from redraft.errors import RedraftError
+from redraft.journal import journals
 from redraft.params import load_config
-from redraft.stage import Result, run
+from redraft.stage import Result, log, run
 
 ROOT = Path(__file__).parent.parent
 
@@ -155,3 +157,61 @@ def test_a_missing_server_costs_one_warning(
     assert time.monotonic() - began < 15
     assert capsys.readouterr().err.count("warning: MLflow at http://127.0.0.1:9") == 1
     assert json.loads((workspace / "metrics" / "vocab.json").read_text()) == {"slots": 5}
+
+
+def test_publish_fills_in_what_a_missing_server_did_not_take(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curve = [{"step": float(step), "loss": 3.0 / step} for step in range(1, 251)]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    run("train", lambda _: Result({"slots": 5}, curves={"train": curve}, headline={"train/loss": 2.0}))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    for path in journals():
+        assert track.send(path) > 250
+        assert track.send(path) == 0
+    monkeypatch.setattr(sys, "argv", ["redraft", "publish"])
+    main()
+    assert "1 journals, 0 lines" in capsys.readouterr().out
+    client = MlflowClient(track.tracking_uri())
+    experiment = client.get_experiment_by_name("redraft/smollm")
+    runs = client.search_runs([experiment.experiment_id])
+    (child,) = [found for found in runs if found.data.tags.get("stage") == "train"]
+    assert len(client.get_metric_history(child.info.run_id, "train/loss")) == 250
+    assert child.data.metrics["train/slots"] == 5
+    assert child.info.status == "FINISHED"
+    assert len(runs) == 2
+
+
+def test_a_killed_stage_goes_on_in_its_own_run(workspace: Path) -> None:
+    def body(end: int, status: str | None) -> Result:
+        for step in range(1, end):
+            log("train", {"step": float(step), "loss": 1.0 / step})
+        if status:
+            raise SystemExit(143)
+        return Result({"slots": 5})
+
+    with pytest.raises(SystemExit) as caught:
+        run("train", lambda _: body(6, "killed"))
+    assert caught.value.code == 143
+    client = MlflowClient(track.tracking_uri())
+    experiment = client.get_experiment_by_name("redraft/smollm").experiment_id
+    assert {found.info.status for found in client.search_runs([experiment])} == {"KILLED"}
+    run("train", lambda _: body(9, None))  # from the state saved at step 4, say: steps 5 and on come again
+    (child,) = client.search_runs([experiment], "tags.stage = 'train'")
+    assert child.info.status == "FINISHED"
+    assert [point.step for point in client.get_metric_history(child.info.run_id, "train/loss")] == list(range(1, 9))
+
+
+def test_other_ranks_write_and_track_nothing(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    run("vocab", lambda _: Result({"slots": 5}))
+    assert not (workspace / "metrics").exists()
+    assert not (workspace / ".store").exists()
+
+
+def test_a_foreign_run_id_does_not_take_the_stage_in(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_RUN_ID", "0" * 32)
+    run("vocab", lambda _: Result({"slots": 5}))
+    client = MlflowClient(track.tracking_uri())
+    experiment = client.get_experiment_by_name("redraft/smollm").experiment_id
+    assert {found.info.status for found in client.search_runs([experiment])} == {"FINISHED"}

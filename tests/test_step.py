@@ -10,7 +10,7 @@ from torch import Tensor
 
 from redraft.drafter.checkpoint import Checkpoint
 from redraft.train.measure import Tally
-from redraft.train.step import StepOutput, counted_positions, ttt_step
+from redraft.train.step import StepOutput, TTTModule, counted_positions, ttt_step
 
 STEPS = 3
 
@@ -190,3 +190,29 @@ def test_tally_measures() -> None:
     assert np.isclose([found["accuracy_0"], found["accuracy_1"]], [2 / 3, 1 / 2]).all()
     assert np.isclose([found["ceiling_0"], found["ceiling_1"]], [2 / 3, 1.0]).all()
     assert np.isclose([found["joint_0"], found["joint_1"]], [2 / 3, 0.0]).all()
+
+
+def test_specforges_mask_counts_where_the_read_token_is_supervised() -> None:
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1]])
+    documents = torch.tensor([[1, 1, 1, 1, 1, 1, 2, 2]])
+    counted = counted_positions(mask, documents, 2, "input")[:, 0].int().tolist()
+    assert counted == [[0, 0, 1, 1, 1, 0, 1, 0], [0, 1, 1, 1, 0, 0, 0, 0]]  # step k: mask[t+k], law at t+1+k inside
+
+
+@pytest.mark.parametrize("mask", ["served", "input"])
+@pytest.mark.parametrize("oov", ["drop", "train"])
+def test_contributing_positions_are_known_before_the_forward(mask: str, oov: str) -> None:
+    checkpoint, batch = some_checkpoint(7), batch_of(7, [[9, 6, 4], [15]])
+    module = TTTModule(checkpoint.drafter, checkpoint.mapping, EMBED, HEAD, STEPS)
+    greedy = (batch["target_hidden"] @ HEAD.T).argmax(-1)
+    row = {**batch, "aux": batch["aux_hidden"], "final": batch["target_hidden"], "greedy": greedy}
+    output = module(row, mask)
+    assert module.contributing(row, mask, oov).tolist() == output.contributing(oov).sum(1).tolist()
+    assert output.contributing(oov).sum() > 0
+
+
+def test_a_row_of_padding_costs_nothing_and_breaks_nothing() -> None:
+    checkpoint = some_checkpoint(1)
+    batch = {name: torch.zeros_like(tensor) for name, tensor in batch_of(0, [[9]]).items()}
+    output = run(checkpoint, batch)
+    assert output.losses.shape == (STEPS, 0)

@@ -1,16 +1,22 @@
 """The training loop: it learns, counts its steps, and says when the launch is not what was asked (cases C12, C14)."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from conftest import some_checkpoint
 
+from redraft.device import resolve
 from redraft.drafter.fill import FILLS
 from redraft.errors import RedraftError
-from redraft.hidden.store import HiddenStates
+from redraft.hidden.store import HiddenStates, PackedRows
 from redraft.params import FitParams, LossParams
 from redraft.target.model import Ends
 from redraft.train.loop import fit, lr_factor
-from redraft.train.measure import _half_width, best_fill, first_steps
+from redraft.train.measure import _half_width, best_fill, evaluate, first_steps
+from redraft.train.state import Progress, State, load
+from redraft.train.step import TTTModule
 
 FIT = FitParams(
     lr=2e-3,
@@ -96,3 +102,69 @@ def test_intervals_cover_the_mean_of_the_whole_95_times_in_100() -> None:
         sums = counts * level + counts.sqrt() * torch.randn(60, generator=generator, dtype=torch.float64)
         covered += abs(float(sums.sum() / counts.sum()) - 3) <= _half_width(torch.stack([sums, counts]))
     assert 0.90 <= covered / 400 <= 0.98
+
+
+def test_the_weights_with_the_best_joint_acceptance_stay(states: dict[str, HiddenStates], ends: Ends) -> None:
+    params = FIT.model_copy(update={"evals": 10, "patience": 2, "lr": 5e-2, "epochs": 40})
+    checkpoint = some_checkpoint(1, scale=1.0)
+    fitted = fit(checkpoint, ends, states["train"], states["heldout"], params)
+    scores = {row["step"]: row["joint"] for row in fitted.evaluations}
+    trained = {step: score for step, score in scores.items() if step}
+    assert trained[fitted.kept] == max(trained.values())
+    module = TTTModule(checkpoint.drafter, checkpoint.mapping, ends.embed.float(), ends.head, params.ttt_steps)
+    again = evaluate(module, PackedRows(states["heldout"], params.row_tokens), params)
+    assert again == fitted.heldout
+    later = [step for step in trained if step > fitted.kept]
+    assert fitted.steps == max(trained)
+    assert len(later) <= 2
+
+
+def test_frozen_parts_stay_and_a_pull_holds_the_rest(states: dict[str, HiddenStates], ends: Ends) -> None:
+    def moved(**loss: object) -> dict[str, float]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        checkpoint = some_checkpoint(1, scale=1.0)
+        before = {name: weight.detach().clone() for name, weight in checkpoint.drafter.named_parameters()}
+        params = FIT.model_copy(update={"loss": FIT.loss.model_copy(update=loss), "epochs": 10})
+        fit(checkpoint, ends, states["train"], states["heldout"], params)
+        return {
+            name: float((weight.detach() - before[name]).norm())
+            for name, weight in checkpoint.drafter.named_parameters()
+        }
+
+    free, frozen, pulled = moved(), moved(freeze=("lm_head", "midlayer")), moved(l2=100.0)
+    for name, distance in free.items():
+        assert distance > 0
+        assert (frozen[name] == 0) == name.startswith(("lm_head", "midlayer"))
+    assert sum(pulled.values()) < 0.7 * sum(free.values())
+
+
+def test_a_state_is_taken_up_only_by_the_same_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDRAFT_STORE", str(tmp_path))
+    state = State("train", {"params": {"lr": 1.0}, "mapping": "a"})
+    assert state.find("auto") is None
+    with pytest.raises(RedraftError, match="no state to resume"):
+        state.find("must")
+    best = {"w": torch.ones(2)}
+    for step in (3, 5):
+        state.save(Progress(step=step), best, lambda folder: None, True, lambda: None)
+    found = state.find("auto")
+    assert found is not None
+    assert [path.name for path in state.folder.glob("step-*")] == [found.name] == ["step-000000005"]
+    progress, weights = load(found)
+    assert progress.step == 5
+    assert weights is not None
+    assert torch.equal(weights["w"], best["w"])
+    assert state.find("never") is None
+    other = State("train", {"params": {"lr": 2.0}, "mapping": "a"})
+    with pytest.raises(RedraftError, match=r"differs in params\.lr \(was 1\.0, now 2\.0\)"):
+        other.find("must")
+    state.discard()
+    assert state.find("auto") is None
+
+
+def test_auto_precision_is_what_the_machine_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for features, expected in (({}, "fp32"), ({"amx_bf16": True}, "bf16"), ({"avx512_bf16": True}, "bf16")):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=features: found)
+        assert resolve("auto") == expected
+    assert (resolve("bf16"), resolve("fp32")) == ("bf16", "fp32")

@@ -131,16 +131,14 @@ def alternatives(
         if fits and reading.min() >= 0 and reading.max() < checkpoint.mapping.vocab_size and (reading != ids).any():
             yield name, tried(ids=reading)
     count = len(aux_layers)
-    for by, word in ((-1, "below"), (1, "above")):
-        moves = {
-            f"aux layer {aux_layers[at]} is one {word}": tuple(by * (at == n) for n in range(count))
-            for at in range(count)
-        }
-        for name, move in {**moves, f"every aux layer is one {word}": (by,) * count}.items():
+    for by, word in ((-1, "high"), (1, "low")):
+        alone = {aux_layers[at]: tuple(by * (at == place) for place in range(count)) for at in range(count)}
+        moves = {f"aux layer {layer} was captured one too {word}": move for layer, move in alone.items()}
+        for name, move in {**moves, f"every aux layer was captured one too {word}": (by,) * count}.items():
             if (states := layers(move)) is not None:
                 yield name, tried(aux_hidden=states)
-    for by, word in ((-1, "early"), (1, "late")):
-        yield f"tokens come one position {word}", tried(input_ids=shard["input_ids"].roll(by)[None])
+    for by, word in ((-1, "late"), (1, "early")):
+        yield f"tokens come one position too {word}", tried(input_ids=shard["input_ids"].roll(by)[None])
     yield "the final state was taken before its norm", tried(target_hidden=shard["unnormed"][None])
     if not torch.equal(ends.embed[:8], ends.head[:8]):
         yield "the head was given as the embedding", tried(embed=ends.head)

@@ -1,0 +1,128 @@
+"""The first-batch gate: each planted fault stops the training, and is called by its name (cases C11, C01)."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import some_checkpoint
+from test_hidden import PARAMS, corpus_of
+from test_train import FIT
+
+from redraft.drafter.checkpoint import Checkpoint
+from redraft.errors import RedraftError
+from redraft.hidden.extract import extract
+from redraft.hidden.store import HiddenStates
+from redraft.target.model import Ends, Target
+from redraft.train import gate
+from redraft.train.loop import fit
+from redraft.vocab.mapping import Mapping
+
+Shard = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def trained(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Shard, tuple[int, ...]]:
+    """A drafter that knows its documents, and the diagnostic shard of the same documents."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REDRAFT_STORE", str(tmp_path_factory.mktemp("store")))
+        corpus = corpus_of([30, 25, 20, 18, 40, 33])
+        params = PARAMS.model_copy(update={"diagnostic_positions": 1000})
+        manifest = extract(target, "x", {"train": corpus, "heldout": corpus}, params)
+        states = {split: HiddenStates(manifest, split) for split in ("train", "heldout")}
+        checkpoint = some_checkpoint(1, slots=60, scale=1.0)
+        ends = Ends(target.embed, target.head, target.head[0])
+        changes = {"epochs": 250, "lr": 5e-3}
+        fit(checkpoint, ends, states["train"], states["heldout"], FIT.model_copy(update=changes))
+        checkpoint.record["init"] = "remap"
+        return checkpoint, gate.read_diagnostic(manifest), tuple(target.aux_layers)
+
+
+def found(
+    checkpoint: Checkpoint,
+    shard: Shard,
+    layers: tuple[int, ...],
+    target: Target,
+    donor: Mapping | None = None,
+    embed: torch.Tensor | None = None,
+) -> dict[str, gate.Measured]:
+    ends = Ends(target.embed if embed is None else embed, target.head, target.head[0])
+    return dict(gate.alternatives(checkpoint, donor or checkpoint.mapping, ends, shard, layers))
+
+
+def test_a_sound_drafter_passes(trained: tuple[Checkpoint, Shard, tuple[int, ...]], target: Target) -> None:
+    measured = found(*trained, target)
+    assert measured["as it is"].accuracy > 0.5
+    assert gate.diagnose(measured) is None
+    start = {"loss_0": measured["as it is"].loss, "accuracy_0": measured["as it is"].accuracy}
+    gate.check(start, trained[0], "stop", 0.5, lambda: pytest.fail("nothing is wrong"))
+
+
+def test_each_planted_fault_is_named(trained: tuple[Checkpoint, Shard, tuple[int, ...]], target: Target) -> None:
+    checkpoint, shard, layers = trained
+    vocab, size = checkpoint.mapping.vocab_size, len(checkpoint.mapping)
+    other = Mapping(np.sort(np.random.default_rng(9).choice(vocab, size, replace=False)), vocab)
+    swapped = Checkpoint(checkpoint.drafter, other, checkpoint.record)
+    assert gate.diagnose(found(swapped, shard, layers, target, checkpoint.mapping)) == (
+        "the donor's mapping belongs to this head"
+    )
+    lower = {f"layer_{layer}": shard[f"layer_{layer - 1}"] for layer in range(2, 7)}
+    assert gate.diagnose(found(checkpoint, {**shard, **lower}, layers, target)) == (
+        "every aux layer was captured one too low"
+    )
+    early = {"input_ids": shard["input_ids"].roll(-1)}
+    assert gate.diagnose(found(checkpoint, {**shard, **early}, layers, target)) == "tokens come one position too early"
+    other_embed = torch.randn(target.embed.shape, generator=torch.Generator().manual_seed(0))
+    measured = found(checkpoint, shard, layers, target, embed=other_embed)
+    assert measured["as it is"].accuracy < 0.3
+    assert gate.diagnose(measured) is None
+
+
+def test_a_head_whose_offsets_were_read_as_ids_is_named(target: Target) -> None:
+    readings = {"as it is": gate.Measured(9.0, 0.02), "d2t holds ids, not offsets": gate.Measured(2.0, 0.5)}
+    assert gate.diagnose(readings) == "d2t holds ids, not offsets"
+    assert gate.diagnose({**readings, "d2t holds ids, not offsets": gate.Measured(8.9, 0.03)}) is None
+
+
+def test_numbers_that_cannot_be_right() -> None:
+    sane = {"loss_0": 4.0, "accuracy_0": 0.3}
+    assert gate.suspicion(sane, 4096, "remap", 0.3) is None
+    assert "above ln N" in str(gate.suspicion({**sane, "loss_0": 8.4}, 4096, "remap", 0.3))
+    assert gate.suspicion({**sane, "loss_0": 8.4}, 4096, "scratch", None) is None
+    assert "above ln N + 1" in str(gate.suspicion({**sane, "loss_0": 9.4}, 4096, "scratch", None))
+    assert "at chance" in str(gate.suspicion({**sane, "accuracy_0": 0.0002}, 4096, "remap", 0.3))
+    assert gate.suspicion({**sane, "accuracy_0": 0.0002}, 4096, "remap", 0.0001) is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "init", "stops"),
+    [("stop", "remap", True), ("warn", "remap", False), ("stop", "naive", False), ("off", "remap", False)],
+)
+def test_what_follows_is_the_users_choice(
+    policy: str, init: str, stops: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = some_checkpoint(1)
+    checkpoint.record["init"] = init
+    measured = {
+        "as it is": gate.Measured(18.0, 0.01),
+        "the donor's mapping belongs to this head": gate.Measured(2, 0.4),
+    }
+    start = {"loss_0": 18.0, "accuracy_0": 0.01}
+    if stops:
+        with pytest.raises(RedraftError, match=r"worse than knowing nothing[\s\S]*the donor's mapping belongs"):
+            gate.check(start, checkpoint, policy, 0.3, lambda: measured)
+    else:
+        gate.check(start, checkpoint, policy, 0.3, lambda: measured)
+    assert ("warning" in capsys.readouterr().out) == (not stops and policy != "off")
+
+
+def test_a_training_that_the_gate_stops_leaves_no_state(
+    states: dict[str, HiddenStates], ends: Ends, tmp_path: Path
+) -> None:
+    def stop(start: dict[str, Any]) -> None:
+        raise RedraftError("It cannot be right.")
+
+    with pytest.raises(RedraftError, match="cannot be right"):
+        fit(some_checkpoint(1), ends, states["train"], states["heldout"], FIT, gate=stop)
+    assert not (tmp_path / "store" / "train").exists()
