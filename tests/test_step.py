@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from redraft.drafter.checkpoint import Checkpoint
+from redraft.train.attention import TTTAttention
 from redraft.train.measure import Tally
 from redraft.train.step import StepOutput, TTTModule, counted_positions, ttt_step
 
@@ -216,3 +217,29 @@ def test_a_row_of_padding_costs_nothing_and_breaks_nothing() -> None:
     batch = {name: torch.zeros_like(tensor) for name, tensor in batch_of(0, [[9]]).items()}
     output = run(checkpoint, batch)
     assert output.losses.shape == (STEPS, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_in_parts_is_attention_over_all_keys(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    documents = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
+    tokens = (documents.flatten() > 0).nonzero()[:, 0]
+    rows = torch.tensor([1, 2, 5, 8, 10, 11, 14])
+    parts = [
+        [
+            torch.randn(1, heads, count, 8, generator=generator).to(dtype)
+            for heads, count in ((4, 7), (2, keys), (2, keys))
+        ]
+        for keys in (len(tokens), 7, 7)
+    ]
+    found = []
+    for way in ("_split", "_joined"):
+        attend = TTTAttention(documents, tokens, rows)
+        attend._split = getattr(attend, way)  # type: ignore[method-assign]
+        inputs = [[tensor.clone().requires_grad_() for tensor in part] for part in parts]
+        results = [attend(*part) for part in inputs]
+        sum((result.float() ** 2).sum() for result in results).backward()  # type: ignore[union-attr]
+        found.append([*results, *(tensor.grad for part in inputs for tensor in part)])
+    close = {"atol": 1e-5} if dtype == torch.float32 else {"atol": 0.15, "rtol": 0.1}
+    for one, two in zip(*found, strict=True):
+        assert torch.allclose(one.float(), two.float(), **close)

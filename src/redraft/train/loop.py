@@ -24,6 +24,7 @@ from redraft.launch import asked_to_stop
 from redraft.params import FitParams
 from redraft.progress import counter
 from redraft.target.model import Ends
+from redraft.train import attention
 from redraft.train import step as train_step
 from redraft.train.batches import Batch, Batches, ahead
 from redraft.train.measure import Tally, evaluate, joint_acceptance
@@ -196,7 +197,7 @@ def _accelerator(params: FitParams, processes: int) -> Accelerator:
 def _identity(checkpoint: Checkpoint, train: HiddenStates, params: FitParams, processes: int) -> dict[str, Any]:
     """Everything that decides the weights: two trainings that agree in it may share a state."""
     decisive = params.model_dump(exclude={"save_steps"})
-    code = [Path(str(module.__file__)) for module in (train_step, drafter_model)] + [Path(__file__)]
+    code = [Path(str(module.__file__)) for module in (attention, train_step, drafter_model)] + [Path(__file__)]
     return {
         "params": {**decisive, "precision": resolve(params.precision)},
         "mapping": checkpoint.mapping.hash,

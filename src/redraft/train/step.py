@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from redraft.drafter.model import ALL, Drafter
+from redraft.train.attention import TTTAttention
 from redraft.vocab.mapping import Mapping
 
 
@@ -50,58 +51,6 @@ class StepOutput:
     def contributing(self, oov: str = "drop") -> Tensor:
         """bool [K, P], positions that contribute loss: counted, and with `drop` the target's argmax has a slot."""
         return self.counted & self.in_vocab if oov == "drop" else self.counted
-
-
-class TTTAttention:
-    """Attention of the unrolled steps: causal over step-0 keys, own position over the keys of later steps.
-
-    Tokens and queries come flat and are laid out by row, so that one fused kernel sees [B, heads, queries, keys]; a
-    score is kept nowhere.
-    """
-
-    def __init__(self, documents: Tensor, tokens: Tensor, rows: Tensor) -> None:
-        """Lay out a batch.
-
-        Args:
-            documents: int64 [B, S], document of each position.
-            tokens: int64 [T], flat positions b * S + s whose keys there are.
-            rows: int64 [P], flat positions that ask, ascending.
-        """
-        batch, size = documents.shape
-        self.batch, self.size, self.tokens = batch, size, tokens
-        row = rows // size
-        counts = torch.bincount(row, minlength=batch)
-        self.width = max(1, int(counts.max()))  # a batch may be all padding
-        self.places = row * self.width + torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[row]
-        asked = rows.new_zeros(batch * self.width)
-        asked[self.places] = rows % size
-        asked = asked.view(batch, self.width, 1)
-        columns = torch.arange(size, device=rows.device)
-        same = documents.gather(1, asked[:, :, 0])[:, :, None] == documents[:, None]
-        self.visible = (same & (columns <= asked))[:, None]  # [B, 1, queries, S]
-        self.own = torch.eye(self.width, dtype=torch.bool, device=rows.device).expand(batch, 1, -1, -1)
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-    def _lay(self, flat: Tensor, places: Tensor, width: int) -> Tensor:
-        """[1, heads, n, d] to [B, heads, width, d], zeros where nothing lies."""
-        laid = flat.new_zeros(self.batch * width, flat.shape[1], flat.shape[3])
-        laid[places] = flat[0].transpose(0, 1)
-        return laid.unflatten(0, (self.batch, width)).transpose(1, 2)
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[1,h,P,d], [1,g,n,d], [1,g,n,d] to [1,h,P,d], n = T at step 0, else P; remembers keys and values."""
-        places, width = (self.places, self.width) if self.keys else (self.tokens, self.size)
-        groups = query.shape[1] // key.shape[1]
-        for kept, new in ((self.keys, key), (self.values, value)):
-            kept.append(self._lay(new, places, width).repeat_interleave(groups, 1))
-        attended = F.scaled_dot_product_attention(
-            self._lay(query, self.places, self.width),
-            torch.cat(self.keys, 2),
-            torch.cat(self.values, 2),
-            attn_mask=torch.cat([self.visible, *[self.own] * (len(self.keys) - 1)], 3),
-        )
-        return attended.transpose(1, 2).flatten(0, 1)[self.places].transpose(0, 1)[None]
 
 
 def shift(tensor: Tensor, by: int) -> Tensor:
