@@ -9,7 +9,7 @@ from redraft.report.plots import bars, drift, lines, save_svg
 from redraft.report.tables import markdown
 
 STAGES = ("corpus", "donor", "vocab", "audit", "extract", "remap", "train", "probe", "bench")
-PLOTTED = ("donor", "train", "drift")
+PLOTTED = ("donor", "train", "heldout", "drift")
 Metrics = dict[str, Any]
 
 
@@ -23,6 +23,12 @@ def draw(folder: Path, metrics: Metrics, curves: dict[str, list[dict[str, float]
         "first_step": bars("Loss of the first step", "nats per position", first, ("ln N", remap["ln_n"])),
         "loss": lines("Training loss, first draft step", step, ("loss", "nats per position"), trained),
         "accuracy": lines("Training accuracy, first draft step", step, ("accuracy", "share of positions"), trained),
+        "heldout": lines(
+            "Held out, during training",
+            step,
+            ("joint", "drafts right in a row"),
+            {"joint acceptance": curves["heldout"]},
+        ),
         "drift": drift(curves["drift"]),
         "acceptance": bars("Drafts accepted, by position", "share of verify steps", _accepted(metrics["probe"])),
         "throughput": bars(
@@ -47,7 +53,7 @@ def page(params: Params, metrics: Metrics) -> str:
         _verdict(params, metrics),
         _audit(metrics["audit"], metrics["vocab"]),
         _first_step(params, metrics["remap"]),
-        _training(params, metrics["train"], metrics["donor"]),
+        _training(params, metrics["train"], metrics["donor"], metrics["probe"]),
         _probe(params, metrics["probe"]),
         _bench(metrics["bench"]),
         _data(metrics),
@@ -138,7 +144,7 @@ def _first_step(params: Params, remap: Metrics) -> str:
     )
 
 
-def _training(params: Params, train: Metrics, donor: Metrics) -> str:
+def _training(params: Params, train: Metrics, donor: Metrics, probe: Metrics) -> str:
     def row(name: str, measures: Metrics, step: int) -> Sequence[str]:
         shares = (f"{measures[f'{key}_{step}']:.1%}" for key in ("accuracy", "joint", "ceiling"))
         return (name, f"{measures[f'loss_{step}']:.3f}", *shares)
@@ -146,10 +152,20 @@ def _training(params: Params, train: Metrics, donor: Metrics) -> str:
     rows = [row(f"draft {step + 1}, before", train["start"], step) for step in range(params.ttt_steps)]
     rows += [row(f"draft {step + 1}, after", train["heldout"], step) for step in range(params.ttt_steps)]
     begun = f" The donor was trained here for {donor['steps']} steps." if donor["source"] == "train" else ""
+    kept = f" The weights of step {train['kept_step']:,} were kept: the best joint acceptance on held-out documents."
+    walked = (
+        f"Walking the held-out answers as a server would predicts an accept length of "
+        f"{train['start']['accept_length']:.3f} before and {train['heldout']['accept_length']:.3f} after training "
+        f"({train['heldout']['verify_steps']:,} verify steps); the probe measured {probe['accept_length']:.3f} on its "
+        f"own prompts."
+    )
+    if params.ttt_steps != params.spec_steps:
+        walked += f" They differ in the drafts of a step: {params.ttt_steps} walked, {params.spec_steps} served."
     return (
-        f"## Training\n\n{train['steps']:,} optimizer steps, {train['tokens']:,} tokens.{begun} Held out:\n\n"
-        f"{markdown(('', 'loss', 'accuracy', 'right so far', 'ceiling'), rows)}\n\n"
-        f"{_figure('loss', 'Training loss')} {_figure('accuracy', 'Training accuracy')}"
+        f"## Training\n\n{train['steps']:,} optimizer steps in {train['precision']}, {train['tokens']:,} tokens.{kept}"
+        f"{begun} Held out:\n\n"
+        f"{markdown(('', 'loss', 'accuracy', 'right so far', 'ceiling'), rows)}\n\n{walked}\n\n"
+        f"{_figure('loss', 'Training loss')} {_figure('heldout', 'Joint acceptance on held-out documents')}"
     )
 
 

@@ -145,7 +145,7 @@ def fit(
             cause="answers of fewer than two tokens, or a chat template whose answers are not supervised",
         )
     if not progress.evaluations:
-        progress.evaluations.append({**start, "step": 0})
+        progress.evaluations.append({**start, "step": 0})  # nothing worse than the start is kept
         run.try_longest()
         if accelerator.is_main_process:
             gate(start)
@@ -153,7 +153,7 @@ def fit(
     run.train(title, log)
     if run.best is not None and accelerator.is_main_process:
         checkpoint.drafter.load_state_dict(run.best)
-    chosen = progress.evaluations[progress.best or 0]
+    chosen = progress.evaluations[progress.best]
     return Fitted(
         heldout={name: value for name, value in chosen.items() if name != "step"},
         start={name: value for name, value in start.items() if name != "step"},
@@ -224,6 +224,7 @@ class _Run:
     state: State
     progress: Progress
     best: Weights | None
+    """None: the initial ones."""
     anchors: list[Tensor]
     """The initial weights, if there is a pull to them."""
     laps: Laps = field(default_factory=Laps)
@@ -372,7 +373,7 @@ class _Run:
         if self.accelerator.is_main_process:
             log("heldout", heldout_row(found, progress.step))
         scores = [joint_acceptance(row) for row in progress.evaluations]
-        if progress.best is None or scores[-1] > scores[progress.best]:
+        if scores[-1] > scores[progress.best]:
             progress.best = len(scores) - 1
             weights = self.accelerator.get_state_dict(self.module)
             prefix = "drafter."
@@ -383,8 +384,7 @@ class _Run:
 
     def _worn_out(self) -> bool:
         """Whether the last `patience` measurements brought nothing better."""
-        best = self.progress.best
-        return best is not None and len(self.progress.evaluations) - 1 - best >= self.params.patience
+        return len(self.progress.evaluations) - 1 - self.progress.best >= self.params.patience
 
     def _save(self, window: Tally) -> None:
         accelerator = self.accelerator

@@ -39,8 +39,8 @@ class Progress:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     window: dict[str, list[float]] = field(default_factory=dict)
     """Sums since the curve's last row."""
-    best: int | None = None
-    """Index of the best evaluation."""
+    best: int = 0
+    """Index of the best evaluation; the first is that of the initial weights."""
 
 
 def weights_hash(weights: Weights) -> str:

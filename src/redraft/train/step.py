@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import register_dataclass
 
 from redraft.drafter.model import ALL, Drafter
 from redraft.train.attention import TTTAttention
@@ -51,6 +52,9 @@ class StepOutput:
     def contributing(self, oov: str = "drop") -> Tensor:
         """bool [K, P], positions that contribute loss: counted, and with `drop` the target's argmax has a slot."""
         return self.counted & self.in_vocab if oov == "drop" else self.counted
+
+
+register_dataclass(StepOutput)  # FSDP finds the outputs whose backward needs the weights gathered again
 
 
 def shift(tensor: Tensor, by: int) -> Tensor:
