@@ -6,7 +6,6 @@ from redraft.curves import write_curve
 from redraft.drafter.checkpoint import read_donor, write_checkpoint
 from redraft.drafter.config import exported_layer_ids
 from redraft.hidden.corpus import read_corpus
-from redraft.launch import listen
 from redraft.params import Config
 from redraft.stage import Result, log, run
 from redraft.target.chat import differing_ids, load_tokenizer
@@ -19,7 +18,6 @@ TARGET = Path("artifacts/target")
 
 
 def main(config: Config) -> Result:
-    listen()
     params, target = config.profile.donor, config.profile.target
     # first, because what reads the target's folder takes the hub offline for the whole process
     source = checkout(params.source, params.revision, DRAFTER_FILES) if params.source != "train" else None

@@ -8,7 +8,7 @@ from redraft.curves import write_curve
 from redraft.drafter.checkpoint import read_checkpoint, read_parts, write_checkpoint
 from redraft.hidden.extract import target_hash
 from redraft.hidden.store import HiddenStates
-from redraft.launch import is_main, launch, listen
+from redraft.launch import is_main
 from redraft.params import Config
 from redraft.stage import Result, log, run
 from redraft.target.model import read_ends
@@ -22,8 +22,6 @@ MANIFEST = Path("artifacts/hidden/manifest.json")
 
 def main(config: Config) -> Result:
     params, knobs, profile = config.fit(), config.params, config.profile.train
-    launch(profile.processes, profile.launcher)
-    listen()
     drafter, ends = read_checkpoint(Path("artifacts/initial")), read_ends(TARGET)
     if drafter.record["init"] != "keep_donor_vocab":
         drafter.mapping.require_hash(read_vocab(Path("artifacts/vocab")).hash, "artifacts/initial, artifacts/vocab")
@@ -67,10 +65,10 @@ def main(config: Config) -> Result:
         headline={
             "train/loss": fitted.heldout["loss_0"],
             "train/accuracy": fitted.heldout["accuracy_0"],
-            "train/predicted_accept_length": fitted.heldout["accept_length"],
+            "train/predicted_accept_length": fitted.evaluations[-1]["accept_length"],
         },
     )
 
 
 if __name__ == "__main__":
-    run("train", main)
+    run("train", main, lambda config: (config.profile.train.processes, config.profile.train.launcher))

@@ -17,7 +17,8 @@ dvc repro
 cp metrics/train.json "$out/train-one.json"
 for launcher in accelerate/ddp.yaml accelerate/fsdp2.yaml; do
   echo "== $launcher, $gpus process(es)"
-  sed -i "s|^  processes: .*|  processes: $gpus|; s|^  launcher: .*|  launcher: $launcher|" profiles/tiny.yaml
+  sed -i "s|^  processes: .*|  processes: $gpus|; s|^  launcher: .*|  launcher: $launcher|; s|^  precision: .*|  precision: bf16|" \
+    profiles/tiny.yaml
   launch=(python stages/train.py)
   if [ "$gpus" = 1 ]; then  # the stage starts no launcher for one process
     launch=(accelerate launch --config_file "$launcher" --num_processes 1 stages/train.py)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from conftest import some_checkpoint
 
 from redraft.hidden.store import HiddenStates
-from redraft.launch import is_main, listen
+from redraft.launch import is_main
 from redraft.params import FitParams
 from redraft.target.model import read_ends
 from redraft.train.loop import fit
@@ -35,7 +35,6 @@ def main(job: dict[str, object]) -> None:
     params = FitParams.model_validate(job["params"])
     ends = read_ends(Path(str(job["target"])))
     processes = int(str(job["processes"]))
-    listen()
     step, number = job.get("die", (0, signal.SIGKILL))  # type: ignore[misc]
     splits, resume = (states["train"], states["heldout"]), str(job.get("resume", "auto"))
     fitted = fit(

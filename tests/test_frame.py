@@ -14,7 +14,7 @@ from redraft import atomic, track
 from redraft.cli import main
 from redraft.curves import read_curve, write_curve
 from redraft.errors import RedraftError
-from redraft.journal import journals
+from redraft.journal import journals, read
 from redraft.params import load_config
 from redraft.stage import Result, log, run
 
@@ -215,3 +215,17 @@ def test_a_foreign_run_id_does_not_take_the_stage_in(workspace: Path, monkeypatc
     client = MlflowClient(track.tracking_uri())
     experiment = client.get_experiment_by_name("redraft/smollm").experiment_id
     assert {found.info.status for found in client.search_runs([experiment])} == {"FINISHED"}
+
+
+def test_a_torn_line_stops_nothing(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies() -> Result:
+        log("train", {"step": 1.0, "loss": 3.0})
+        raise SystemExit(143)
+
+    with pytest.raises(SystemExit):
+        run("train", lambda _: dies())
+    (path,) = journals()
+    path.write_text(path.read_text() + '{"curve": "tr')
+    run("train", lambda _: Result({"slots": 5}, curves={"train": [{"step": 2.0, "loss": 2.0}]}))
+    assert [row["step"] for row in (line["row"] for line in read(path) if "row" in line)] == [1.0, 2.0]
+    assert read(path)[-1]["status"] == "FINISHED"

@@ -47,7 +47,7 @@ def found(
     donor: Mapping | None = None,
     embed: torch.Tensor | None = None,
 ) -> dict[str, gate.Measured]:
-    ends = Ends(target.embed if embed is None else embed, target.head, target.head[0])
+    ends = Ends(target.embed if embed is None else embed, target.head, target.decoder.norm.weight)
     return dict(gate.alternatives(checkpoint, donor or checkpoint.mapping, ends, shard, layers))
 
 
@@ -73,16 +73,23 @@ def test_each_planted_fault_is_named(trained: tuple[Checkpoint, Shard, tuple[int
     )
     early = {"input_ids": shard["input_ids"].roll(-1)}
     assert gate.diagnose(found(checkpoint, {**shard, **early}, layers, target)) == "tokens come one position too early"
+    late = {"input_ids": shard["input_ids"].roll(1)}
+    assert gate.diagnose(found(checkpoint, {**shard, **late}, layers, target)) == "tokens come one position too late"
+    raw = found(checkpoint, {**shard, "final": shard["unnormed"]}, layers, target)
+    sound = found(checkpoint, shard, layers, target)["as it is"]
+    assert raw["the final state was taken before its norm"].loss == pytest.approx(sound.loss, rel=0.02)
+    assert raw["as it is"].loss != pytest.approx(sound.loss, rel=0.02)
     other_embed = torch.randn(target.embed.shape, generator=torch.Generator().manual_seed(0))
     measured = found(checkpoint, shard, layers, target, embed=other_embed)
     assert measured["as it is"].accuracy < 0.3
     assert gate.diagnose(measured) is None
 
 
-def test_a_head_whose_offsets_were_read_as_ids_is_named(target: Target) -> None:
-    readings = {"as it is": gate.Measured(9.0, 0.02), "d2t holds ids, not offsets": gate.Measured(2.0, 0.5)}
-    assert gate.diagnose(readings) == "d2t holds ids, not offsets"
-    assert gate.diagnose({**readings, "d2t holds ids, not offsets": gate.Measured(8.9, 0.03)}) is None
+def test_a_cause_has_to_explain_much() -> None:
+    readings = {"as it is": gate.Measured(9.0, 0.02), "x": gate.Measured(8.9, 0.03)}
+    assert gate.diagnose(readings) is None
+    assert gate.diagnose({**readings, "y": gate.Measured(9.1, 0.5)}) is None
+    assert gate.diagnose({**readings, "y": gate.Measured(2.0, 0.5)}) == "y"
 
 
 def test_numbers_that_cannot_be_right() -> None:
@@ -91,6 +98,7 @@ def test_numbers_that_cannot_be_right() -> None:
     assert "above ln N" in str(gate.suspicion({**sane, "loss_0": 8.4}, 4096, "remap", 0.3))
     assert gate.suspicion({**sane, "loss_0": 8.4}, 4096, "scratch", None) is None
     assert "above ln N + 1" in str(gate.suspicion({**sane, "loss_0": 9.4}, 4096, "scratch", None))
+    assert "above ln N" in str(gate.suspicion({**sane, "loss_0": float("nan")}, 4096, "remap", 0.3))
     assert "at chance" in str(gate.suspicion({**sane, "accuracy_0": 0.0002}, 4096, "remap", 0.3))
     assert gate.suspicion({**sane, "accuracy_0": 0.0002}, 4096, "remap", 0.0001) is None
 
@@ -125,4 +133,4 @@ def test_a_training_that_the_gate_stops_leaves_no_state(
 
     with pytest.raises(RedraftError, match="cannot be right"):
         fit(some_checkpoint(1), ends, states["train"], states["heldout"], FIT, gate=stop)
-    assert not (tmp_path / "store" / "train").exists()
+    assert not list((tmp_path / "store" / "train").glob("*/*/step-*"))

@@ -1,5 +1,6 @@
 """Extraction and the shard store (cases C03, C11, C13, C15, C17, C28)."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -167,7 +168,7 @@ def test_a_corpus_is_read_as_written_and_knows_what_it_was_made_of(tiny_folder: 
     assert again.identity == corpus.identity
     assert again.sources == corpus.sources == ["tools"] * 8
     assert again.by_source() == {"tools": list(range(8))}
-    assert again.identity.keys() == {"file", "tokenizer", "template", "max_length", "sha256", "content"}
+    assert again.identity.keys() == {"file", "tokenizer", "template", "max_length", "max_samples", "sha256", "content"}
     assert counts == {
         "samples": 8,
         "tokens": len(again.input_ids),
@@ -189,3 +190,13 @@ def test_samples_without_an_answer_are_dropped_until_they_are_too_many() -> None
         gather(samples, {"file": "x"}, 0.2)
     with pytest.raises(RedraftError):
         gather({"0": empty}, {"file": "x"}, 1.0)
+
+
+def test_a_share_of_the_samples_is_spread_over_the_file(tiny_folder: Path) -> None:
+    source, tokenizer = Path(__file__).parent.parent / "data" / "tiny" / "train.jsonl", load_tokenizer(tiny_folder)
+    whole, _ = tokenize_file(source, tokenizer, CorpusParams(max_length=128, max_dropped=0.2))
+    part, counts = tokenize_file(source, tokenizer, CorpusParams(max_length=128, max_dropped=0.2, max_samples=7))
+    assert counts["samples"] == len(part) == 7
+    places = [whole.samples.index(sample) for sample in part.samples]
+    assert places == sorted(places)
+    assert max(b - a for a, b in itertools.pairwise(places)) <= len(whole) // 7 + 1

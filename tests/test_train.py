@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import some_checkpoint
+from torch.utils.data import DataLoader
 
 from redraft.device import resolve
 from redraft.drafter.fill import FILLS
@@ -52,9 +53,15 @@ def test_training_learns_and_is_the_same_twice(states: dict[str, HiddenStates], 
 
 
 def test_before_and_after_are_measured_in_the_same_precision(states: dict[str, HiddenStates], ends: Ends) -> None:
-    params = FIT.model_copy(update={"precision": "bf16", "lr": 1e-30, "epochs": 1})
-    fitted = fit(some_checkpoint(1), ends, states["train"], states["heldout"], params)
-    assert fitted.start == fitted.heldout
+    params = FIT.model_copy(update={"precision": "bf16", "epochs": 1})
+    checkpoint = some_checkpoint(1)
+    fresh = TTTModule(some_checkpoint(1).drafter, checkpoint.mapping, ends.embed.float(), ends.head, params.ttt_steps)
+    rows = PackedRows(states["heldout"], params.row_tokens)
+    fitted = fit(checkpoint, ends, states["train"], states["heldout"], params)
+    assert fitted.start == evaluate(fresh, rows, params)
+    rounded = TTTModule(fresh.drafter, checkpoint.mapping, ends.embed.float(), ends.head, params.ttt_steps, "bf16")
+    batch = next(iter(DataLoader(rows)))
+    assert not torch.equal(rounded(batch).losses, rounded(batch, exact=True).losses)
 
 
 def test_a_fraction_of_a_pass_stops_within_it(states: dict[str, HiddenStates], ends: Ends) -> None:
@@ -140,25 +147,27 @@ def test_frozen_parts_stay_and_a_pull_holds_the_rest(states: dict[str, HiddenSta
 def test_a_state_is_taken_up_only_by_the_same_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDRAFT_STORE", str(tmp_path))
     state = State("train", {"params": {"lr": 1.0}, "mapping": "a"})
-    assert state.find("auto") is None
+    assert state.find("auto") == (None, None)
     with pytest.raises(RedraftError, match="no state to resume"):
         state.find("must")
     best = {"w": torch.ones(2)}
     for step in (3, 5):
         state.save(Progress(step=step), best, lambda folder: None, True, lambda: None)
-    found = state.find("auto")
+    found, _ = state.find("auto")
     assert found is not None
     assert [path.name for path in state.folder.glob("step-*")] == [found.name] == ["step-000000005"]
     progress, weights = load(found)
     assert progress.step == 5
     assert weights is not None
     assert torch.equal(weights["w"], best["w"])
-    assert state.find("never") is None
+    assert state.find("never") == (None, None)
+    with state.alone(True), pytest.raises(RedraftError, match="runs this very training"), state.alone(True):
+        pass
     other = State("train", {"params": {"lr": 2.0}, "mapping": "a"})
     with pytest.raises(RedraftError, match=r"differs in params\.lr \(was 1\.0, now 2\.0\)"):
         other.find("must")
     state.discard()
-    assert state.find("auto") is None
+    assert state.find("auto") == (None, None)
 
 
 def test_auto_precision_is_what_the_machine_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_the_walk_is_what_the_engine_serves(target: Target) -> None:
     with torch.no_grad():
         found = walk(module(row), row["input_ids"], row["loss_mask"], row["documents"])
     assert found.tolist() == engine.acceptance().histogram
-    assert min(found.tolist()) > 1  # every number of accepted drafts occurs
+    assert min(found.tolist()) > 0  # every number of accepted drafts occurs
 
 
 @settings(max_examples=200, deadline=None)

@@ -162,20 +162,24 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _publish(arguments: argparse.Namespace) -> None:
-    from redraft.journal import journals
+    from redraft.journal import journals, read
     from redraft.track import send, tracking_uri
 
-    paths = journals()
-    try:
-        lines = [send(path) for path in paths]
-    except Exception as error:  # whatever the tracking server says
+    sent, failed = [], {}
+    for path in journals():
+        try:
+            sent += [send(path)] if read(path) else []
+        except Exception as error:  # whatever the tracking server says: the next journal may be taken
+            failed[path.name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    print(f"{len(sent)} journals, {sum(sent)} lines that {tracking_uri()} did not have")
+    if failed:
+        name, reason = next(iter(failed.items()))
         raise RedraftError(
-            "The tracking server did not take a journal.",
+            f"The tracking server did not take {len(failed)} journals.",
             where=tracking_uri(),
-            found=str(error).splitlines()[0],
+            found=f"{name}: {reason}",
             fix="start it, or set MLFLOW_TRACKING_URI; what was sent already is not sent again",
-        ) from error
-    print(f"{len(paths)} journals, {sum(lines)} lines that {tracking_uri()} did not have")
+        )
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:

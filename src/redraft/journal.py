@@ -8,9 +8,12 @@ import json
 import os
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from filelock import BaseFileLock, FileLock, Timeout
 
 Row = dict[str, float]
 KILLED = "KILLED"
@@ -27,16 +30,20 @@ def journals() -> list[Path]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a journal: one that is being written is left out."""
-    text = path.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    """The lines of a journal; one that is torn or still being written is left out."""
+    lines = []
+    for line in path.read_text().splitlines():
+        with suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
+    return lines
 
 
 @dataclass
 class Journal:
-    """A journal that is being written."""
+    """A journal that is being written; its lock is held until the run ends or its process dies."""
 
     path: Path
+    lock: BaseFileLock
     last: dict[str, float] = field(default_factory=dict)
     """By curve, the step of the last row: a resumed training computes some rows again."""
 
@@ -45,15 +52,24 @@ class Journal:
         """A new journal; or the one that a killed run of the same stage with the same params left."""
         folder = home() / "journal"
         folder.mkdir(parents=True, exist_ok=True)
-        for path in sorted(folder.glob(f"{header['stage']}-*.jsonl")):
+        for path in reversed(journals()):
             lines = read(path)
+            if not lines or not _same(lines[0], header):
+                continue
             ended = [line["status"] for line in lines if "status" in line]
-            same = lines and all(lines[0].get(name) == header[name] for name in ("stage", "key", "params"))
-            if same and (not ended or ended[-1] == KILLED) and not _alive(lines[0].get("pid")):
-                rows = [line for line in lines if "curve" in line]
-                return cls(path, {row["curve"]: row["row"]["step"] for row in rows})
-        journal = cls(folder / f"{header['stage']}-{uuid.uuid4().hex[:12]}.jsonl")
-        journal.write({**header, "pid": os.getpid()})
+            lock = FileLock(path.with_suffix(".lock"))
+            if (ended and ended[-1] != KILLED) or not _take(lock):
+                continue
+            if not path.read_text().endswith("\n"):
+                with path.open("a") as file:
+                    file.write("\n")
+            rows = [line for line in lines if "curve" in line]
+            return cls(path, lock, {row["curve"]: row["row"]["step"] for row in rows})
+        path = folder / f"{header['stage']}-{uuid.uuid4().hex[:12]}.jsonl"
+        lock = FileLock(path.with_suffix(".lock"))
+        lock.acquire()
+        journal = cls(path, lock)
+        journal.write(header)
         return journal
 
     def write(self, line: dict[str, Any]) -> None:
@@ -68,11 +84,18 @@ class Journal:
             self.write({"curve": curve, "row": row})
 
 
-def _alive(process: int | None) -> bool:
-    if process is None or process == os.getpid():
-        return False
+def _same(one: dict[str, Any], two: dict[str, Any]) -> bool:
+    """Whether two headers are of one run: same stage, pipeline run and params but for how it is to be resumed."""
+
+    def decisive(header: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in header.get("params", {}).items() if name not in ("resume", "gate")}
+
+    return one.get("stage") == two["stage"] and one.get("key") == two["key"] and decisive(one) == decisive(two)
+
+
+def _take(lock: BaseFileLock) -> bool:
     try:
-        os.kill(process, 0)
-    except OSError:
+        lock.acquire(blocking=False)
+    except Timeout:
         return False
     return True

@@ -2,12 +2,18 @@
 
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from redraft.errors import RedraftError
 
 _told: list[int] = []
+SHUTDOWN_SECONDS = 600
+"""What torchrun leaves its processes to finish a step and save, after SIGTERM."""
 
 
 def is_main() -> bool:
@@ -16,7 +22,7 @@ def is_main() -> bool:
 
 
 def launch(processes: int, launcher: str) -> None:
-    """Become `processes` processes that run this script again, unless a launcher did that already.
+    """Run this script again in `processes` processes and exit as they do, unless a launcher did that already.
 
     Args:
         processes: the world size wanted on this machine.
@@ -29,22 +35,37 @@ def launch(processes: int, launcher: str) -> None:
         return
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     if launcher != "torchrun":
-        if not os.path.isfile(launcher):  # noqa: PTH113
+        if not Path(launcher).is_file():
             raise RedraftError("The launcher's file is missing.", where="train.launcher in the profile", found=launcher)
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", launcher]
         command += ["--num_processes", str(processes)]
-    sys.stdout.flush()
-    os.execv(sys.executable, [*command, *sys.argv])
+    environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS), "OMP_NUM_THREADS": "1", **os.environ}
+    with listening():
+        child = subprocess.Popen([*command, *sys.argv], env=environment)
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            _told.append(number)
+            child.send_signal(number)
+
+        signal.signal(signal.SIGTERM, pass_on)
+        code = child.wait()
+        sys.exit(128 + signal.SIGTERM if _told else code)
 
 
-def listen() -> None:
-    """From now on SIGTERM asks to stop, which `asked_to_stop` tells; a second one ends the process."""
+@contextmanager
+def listening() -> Iterator[None]:
+    """SIGTERM asks to stop, which `asked_to_stop` tells; a second one ends the process."""
 
     def note(number: int, frame: FrameType | None) -> None:
         _told.append(number)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    signal.signal(signal.SIGTERM, note)
+    before = signal.signal(signal.SIGTERM, note)
+    _told.clear()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def asked_to_stop() -> int:

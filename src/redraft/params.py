@@ -84,6 +84,8 @@ class CorpusParams(_Section):
     """Tokens; a longer sample is cut."""
     max_dropped: Fraction
     """Largest share of samples without a supervised token before the stage fails."""
+    max_samples: Positive | None = None
+    """Of each file, evenly spread over it; all of them without this."""
 
 
 class VocabParams(_Section):
@@ -122,6 +124,12 @@ class DrafterShape(_Section):
     rope_theta: float
     max_position_embeddings: Positive
     """Tokens; at least the served context."""
+
+
+def _require_rows(params: "FitParams | TrainParams") -> None:
+    for name in ("batch_tokens", "micro_tokens"):
+        if getattr(params, name) % params.row_tokens:
+            raise ValueError(f"{name} {getattr(params, name)} must be a multiple of row_tokens {params.row_tokens}")
 
 
 class LossParams(_Section):
@@ -175,9 +183,7 @@ class FitParams(_Section):
 
     @model_validator(mode="after")
     def _rows_fit(self) -> "FitParams":
-        for name in ("batch_tokens", "micro_tokens"):
-            if getattr(self, name) % self.row_tokens:
-                raise ValueError(f"{name} {getattr(self, name)} must be a multiple of row_tokens {self.row_tokens}")
+        _require_rows(self)
         return self
 
 
@@ -224,6 +230,11 @@ class TrainParams(_Section):
     """World size that the run must have."""
     launcher: str
     """What starts more than one process on this machine: `torchrun`, or an Accelerate configuration file."""
+
+    @model_validator(mode="after")
+    def _rows_fit(self) -> "TrainParams":
+        _require_rows(self)
+        return self
 
 
 class ProbeParams(_Section):

@@ -11,7 +11,7 @@ from typing import Any
 from redraft import atomic, track
 from redraft.errors import RedraftError
 from redraft.journal import Row
-from redraft.launch import is_main
+from redraft.launch import is_main, launch
 from redraft.params import Config, load_config
 from redraft.track import StageRun
 
@@ -39,14 +39,17 @@ def log(curve: str, row: Row) -> None:
         tracked.log(curve, row)
 
 
-def run(name: str, body: Callable[[Config], Result]) -> None:
+def run(
+    name: str, body: Callable[[Config], Result], world: Callable[[Config], tuple[int, str]] = lambda config: (1, "")
+) -> None:
     """Run the stage `name`; a RedraftError ends it with exit code 1, its message and no traceback.
 
-    With more than one process, rank 0 alone writes and tracks.
+    `world` gives processes and launcher, see `redraft.launch`; of many processes rank 0 alone writes and tracks.
     """
     began = time.perf_counter()
     try:
         config = load_config()
+        launch(*world(config))
         with track.stage_run(name, config) as tracked:
             _current[:] = [tracked]
             result = body(config)

@@ -47,7 +47,8 @@ def _git(*arguments: str) -> str:
 
 def pipeline_key(params: dict[str, Any]) -> str:
     """The name of this pipeline run: the same for all its stages, without a file that passes it on."""
-    digest = hashlib.sha256(repr(sorted(params.items())).encode()).hexdigest()[:8]
+    decisive = {name: value for name, value in params.items() if name not in ("gate", "resume")}
+    digest = hashlib.sha256(repr(sorted(decisive.items())).encode()).hexdigest()[:8]
     return os.environ.get("DVC_EXP_NAME") or f"{_git('rev-parse', '--short', 'HEAD') or 'no-commit'}-{digest}"
 
 
@@ -77,7 +78,7 @@ class StageRun:
         if self.journal:
             self.journal.row(curve, row)
             if time.monotonic() - self.sent_at > SEND_SECONDS:
-                self._send()
+                self._send(patience=5)
 
     def publish(
         self, metrics: dict[str, Any], timing: dict[str, Any], curves: dict[str, list[Row]], headline: Row
@@ -98,13 +99,14 @@ class StageRun:
         if self.journal:
             self.journal.write({"status": status})
             self._send()
+            self.journal.lock.release()
 
-    def _send(self) -> None:
+    def _send(self, patience: float = 120) -> None:
         self.sent_at = time.monotonic()
         if not self.reachable or not self.journal:
             return
         try:
-            send(self.journal.path)
+            send(self.journal.path, patience)
         except Exception as error:  # tracking must never stop a run
             self.reachable = False
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -153,15 +155,18 @@ def _client() -> Any:
     return MlflowClient(tracking_uri())
 
 
-def send(path: Path) -> int:
-    """Send the lines of a journal that MLflow does not have yet; how many these were."""
+def send(path: Path, patience: float = 120) -> int:
+    """Send the lines of a journal that MLflow does not have yet; how many these were.
+
+    `patience`: seconds to wait for another process that sends.
+    """
     from filelock import FileLock
 
     lines = read(path)
     uri = tracking_uri()
     store = Path(uri.removeprefix("sqlite:///")).parent if uri.startswith("sqlite:///") else home()
     store.mkdir(parents=True, exist_ok=True)
-    with FileLock(store / "mlflow.lock", timeout=120):  # processes that make one SQLite database at once break it
+    with FileLock(store / "mlflow.lock", timeout=patience):  # processes that make one SQLite database at once break it
         client = _client()
         child, parent = _runs(client, lines[0], path.stem, store)
     tags = child.data.tags
@@ -170,15 +175,15 @@ def send(path: Path) -> int:
     if sent == 0:
         _log(client, run, params=lines[0]["params"])
     left = lines[max(1, sent) :]
-    for start in range(0, len(left), 100):
-        part = left[start : start + 100]
-        _log(client, run, metrics=_points(part), tags={SENT_TAG: str(max(1, sent) + start + len(part))})
-    for line in left:
+    for line in left:  # before the count moves on: both may be told twice
         if "headline" in line:
             _log(client, parent, metrics=[(key, value, line["time"], 0) for key, value in line["headline"].items()])
         if "status" in line:
             for number in (run, parent):
                 client.set_terminated(number, line["status"], end_time=line["time"])
+    for start in range(0, len(left), 100):
+        part = left[start : start + 100]
+        _log(client, run, metrics=_points(part), tags={SENT_TAG: str(max(1, sent) + start + len(part))})
     return len(left)
 
 
@@ -198,7 +203,7 @@ def _points(lines: list[dict[str, Any]]) -> list[tuple[str, float, int, int]]:
 def _log(
     client: Any, run: str, params: dict[str, Any] | None = None, metrics: Any = (), tags: dict[str, str] | None = None
 ) -> None:
-    """One batch or more, within MLflow's limits: 100 params, 1000 metrics; tags come with the last."""
+    """One batch or more, within MLflow's limits: 100 params, 1000 entries; tags come with the last."""
     from mlflow.entities import Metric, Param, RunTag
 
     entries = [Param(key, str(value)[:6000]) for key, value in (params or {}).items()]
@@ -206,9 +211,9 @@ def _log(
         client.log_batch(run, params=entries[start : start + 100])
     points = [Metric(*point) for point in metrics]
     marks = [RunTag(key, value) for key, value in (tags or {}).items()]
-    for start in range(0, max(1, len(points)), 1000):
-        last = start + 1000 >= len(points)
-        client.log_batch(run, metrics=points[start : start + 1000], tags=marks if last else [])
+    for start in range(0, max(1, len(points)), 900):
+        last = start + 900 >= len(points)
+        client.log_batch(run, metrics=points[start : start + 900], tags=marks if last else [])
 
 
 def _runs(client: Any, header: dict[str, Any], journal: str, store: Path) -> tuple[Any, str]:
@@ -228,7 +233,7 @@ def _runs(client: Any, header: dict[str, Any], journal: str, store: Path) -> tup
 def _parent(client: Any, experiment: str, header: dict[str, Any]) -> str:
     key = header["key"]
     # a stage that already has a child began a run anew: the same commit and params, run once more
-    for run in client.search_runs([experiment], f"tags.`{PARENT_TAG}` = '{key}'", max_results=1):
+    for run in client.search_runs([experiment], f"tags.`{PARENT_TAG}` = '{key}'"):
         mine = f"tags.`mlflow.parentRunId` = '{run.info.run_id}' and tags.stage = '{header['stage']}'"
         if not any(child.info.status == "FINISHED" for child in client.search_runs([experiment], mine)):
             return run.info.run_id

@@ -135,6 +135,7 @@ def tokenize_file(
         "tokenizer": tokenizer_hash(tokenizer),
         "template": template_hash(tokenizer),
         "max_length": params.max_length,
+        "max_samples": params.max_samples,
     }
     if optional and not path.exists():
         nothing = torch.zeros(0)
@@ -144,7 +145,9 @@ def tokenize_file(
     require_markers(tokenizer)
     identity["sha256"] = hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()
     samples = {}
-    for chat in read_chats(path):
+    chats = read_chats(path)
+    count = min(len(chats), params.max_samples or len(chats))
+    for chat in (chats[place * len(chats) // count] for place in range(count)):
         samples[chat["id"]] = tokenize(tokenizer, chat["messages"], params.max_length)
         samples[chat["id"]].source = chat.get("source", "")
     corpus, dropped = gather(samples, identity, params.max_dropped)

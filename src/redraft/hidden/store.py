@@ -208,6 +208,10 @@ class PackedRows(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def filled(self, index: int) -> int:
+        """Tokens of a row that are not padding."""
+        return sum(map(self.states.length, self.rows[index]))
+
     def empty(self) -> dict[str, Tensor]:
         """A row of padding alone."""
         return {name: torch.zeros_like(tensor) for name, tensor in self[0].items()}

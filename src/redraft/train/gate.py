@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from redraft.device import compute_device
 from redraft.drafter.checkpoint import Checkpoint
@@ -26,6 +27,10 @@ from redraft.vocab.mapping import Mapping
 
 LEAST_GAIN = 2.0
 """An alternative explains the fault if it at least doubles the accuracy and lowers the loss."""
+
+
+NORM_EPS = 1e-6
+"""Of the norm that is tried on the final state: near enough to any target's."""
 
 
 @dataclass
@@ -59,7 +64,7 @@ def suspicion(start: dict[str, Any], slots: int, init: str, donor_accuracy: floa
         donor_accuracy: of the donor under its own mapping on the same positions, if that is known.
     """
     limit = math.log(slots) + (1.0 if init == "scratch" else 0.0)
-    if start["loss_0"] > limit:
+    if not start["loss_0"] <= limit:  # NaN too
         plus = " + 1" if init == "scratch" else ""
         return f"loss {start['loss_0']:.3f} is above ln N{plus} = {limit:.3f}: worse than knowing nothing"
     chance = 3 / slots
@@ -139,7 +144,8 @@ def alternatives(
                 yield name, tried(aux_hidden=states)
     for by, word in ((-1, "late"), (1, "early")):
         yield f"tokens come one position too {word}", tried(input_ids=shard["input_ids"].roll(by)[None])
-    yield "the final state was taken before its norm", tried(target_hidden=shard["unnormed"][None])
+    normed = F.rms_norm(shard["final"].float(), ends.norm.shape, ends.norm.float(), NORM_EPS)
+    yield "the final state was taken before its norm", tried(target_hidden=normed[None])
     if not torch.equal(ends.embed[:8], ends.head[:8]):
         yield "the head was given as the embedding", tried(embed=ends.head)
 

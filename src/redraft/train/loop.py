@@ -20,11 +20,11 @@ from redraft.drafter import model as drafter_model
 from redraft.drafter.checkpoint import Checkpoint
 from redraft.errors import RedraftError
 from redraft.hidden.store import HiddenStates, PackedRows
-from redraft.launch import asked_to_stop
+from redraft.launch import asked_to_stop, listening
 from redraft.params import FitParams
 from redraft.progress import counter
 from redraft.target.model import Ends
-from redraft.train import attention
+from redraft.train import attention, batches, measure
 from redraft.train import step as train_step
 from redraft.train.batches import Batch, Batches, ahead
 from redraft.train.measure import Tally, evaluate, joint_acceptance
@@ -135,22 +135,13 @@ def fit(
         SystemExit: 143 after SIGTERM, with the state saved.
     """
     accelerator = _accelerator(params, processes)
-    run = _Run.prepare(accelerator, checkpoint, ends, train, heldout, params, processes, title, resume)
+    state = State(title, _identity(accelerator, checkpoint, train, params))
+    with state.alone(accelerator.is_main_process), listening():
+        run = _Run.prepare(accelerator, checkpoint, ends, train, heldout, params, state, resume)
+        run.begin(gate, log)
+        run.train(title, log)
     progress = run.progress
-    start = progress.evaluations[0] if progress.evaluations else evaluate(run.module, run.heldout, params, accelerator)
-    if not start["positions"]:
-        raise RedraftError(
-            "No held-out position can be measured.",
-            where="heldout",
-            cause="answers of fewer than two tokens, or a chat template whose answers are not supervised",
-        )
-    if not progress.evaluations:
-        progress.evaluations.append({**start, "step": 0})  # nothing worse than the start is kept
-        run.try_longest()
-        if accelerator.is_main_process:
-            gate(start)
-            log("heldout", heldout_row(start, 0))
-    run.train(title, log)
+    start = progress.evaluations[0]
     if run.best is not None and accelerator.is_main_process:
         checkpoint.drafter.load_state_dict(run.best)
     chosen = progress.evaluations[progress.best]
@@ -162,16 +153,16 @@ def fit(
         tokens=progress.tokens,
         seconds=progress.seconds,
         curve=progress.curve,
-        evaluations=[heldout_row(row, row["step"]) for row in progress.evaluations],
+        evaluations=list(map(heldout_row, progress.evaluations)),
         parts=run.laps.medians(),
         precision=resolve(params.precision),
-        state=run.state,
+        state=state,
     )
 
 
-def heldout_row(measured: dict[str, Any], step: int) -> Row:
+def heldout_row(measured: dict[str, Any]) -> Row:
     """One row of the held-out curve."""
-    row = {"step": step, "loss": measured["loss_0"], "accuracy": measured["accuracy_0"]}
+    row = {"step": measured["step"], "loss": measured["loss_0"], "accuracy": measured["accuracy_0"]}
     return {**row, "joint": joint_acceptance(measured), "accept_length": measured.get("accept_length", 1.0)}
 
 
@@ -179,7 +170,7 @@ def _accelerator(params: FitParams, processes: int) -> Accelerator:
     set_seed(params.seed)
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")  # Accelerate knows no other name for it yet
     accelerator = Accelerator(
-        mixed_precision="bf16" if resolve(params.precision) == "bf16" else "no",
+        mixed_precision="no",  # see TTTModule.forward
         cpu=compute_device().type == "cpu",
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],  # the embedding: 4.7 GB a step
     )
@@ -194,21 +185,38 @@ def _accelerator(params: FitParams, processes: int) -> Accelerator:
     return accelerator
 
 
-def _identity(checkpoint: Checkpoint, train: HiddenStates, params: FitParams, processes: int) -> dict[str, Any]:
+def _identity(
+    accelerator: Accelerator, checkpoint: Checkpoint, train: HiddenStates, params: FitParams
+) -> dict[str, Any]:
     """Everything that decides the weights: two trainings that agree in it may share a state."""
     decisive = params.model_dump(exclude={"save_steps"})
-    code = [Path(str(module.__file__)) for module in (attention, train_step, drafter_model)] + [Path(__file__)]
+    code = [Path(str(module.__file__)) for module in (attention, batches, measure, train_step, drafter_model)] + [
+        Path(__file__)
+    ]
     return {
         "params": {**decisive, "precision": resolve(params.precision)},
         "mapping": checkpoint.mapping.hash,
         "initial": weights_hash(checkpoint.drafter.state_dict()),
         "hidden": train.manifest["fingerprint"],
-        "processes": processes,
+        "processes": accelerator.num_processes,
+        "distributed": str(accelerator.distributed_type.value),
+        "device": accelerator.device.type,
         "torch": torch.__version__,
         "code": weights_hash(
             {path.name: torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8) for path in code}
         ),
     }
+
+
+def _require_finite(row: Row) -> None:
+    if not math.isfinite(row["loss"]):
+        raise RedraftError(
+            "The loss is not a number any more.",
+            where=f"optimizer step {row['step']:,.0f}",
+            found=row["loss"],
+            cause="the learning rate is too high",
+            fix="a smaller lr, or a longer warmup",
+        )
 
 
 @dataclass
@@ -238,16 +246,15 @@ class _Run:
         train: HiddenStates,
         heldout: HiddenStates,
         params: FitParams,
-        processes: int,
-        title: str,
+        state: State,
         resume: str,
     ) -> "_Run":
-        state = State(title, _identity(checkpoint, train, params, processes))
         for name in params.loss.freeze:
             checkpoint.drafter.get_submodule(name).requires_grad_(False)
         # the state dict that is loaded at the end is the checkpoint's own; FSDP shards the copy
         drafter = deepcopy(checkpoint.drafter)
-        module = TTTModule(drafter, checkpoint.mapping, ends.embed.float(), ends.head, params.ttt_steps)
+        precision = resolve(params.precision)
+        module = TTTModule(drafter, checkpoint.mapping, ends.embed.float(), ends.head, params.ttt_steps, precision)
         module.to(accelerator.device)
         trained = [weight for weight in module.parameters() if weight.requires_grad]
         fused = accelerator.device.type in ("cpu", "cuda")
@@ -255,17 +262,19 @@ class _Run:
         wrapped, optimizer = accelerator.prepare(module, optimizer)
         anchors = [w.detach().clone() for w in wrapped.parameters() if w.requires_grad] if params.loss.l2 else []
         rows = PackedRows(train, params.row_tokens)
-        batches = Batches(rows, params, accelerator.process_index, processes)
-        found = state.find(resume)
+        dealt = Batches(rows, params, accelerator.process_index, accelerator.num_processes)
+        found, why = state.find(resume)
+        if why:
+            accelerator.print(f"{state.title}: {why}")
         progress, best = load(found) if found else (Progress(), None)
         if found:
             accelerator.load_state(str(found))
-            accelerator.print(f"{title}: goes on after step {progress.step:,} of {batches.total:,}")
+            accelerator.print(f"{state.title}: goes on after step {progress.step:,} of {dealt.total:,}")
         return cls(
             accelerator,
             wrapped,
             optimizer,
-            batches,
+            dealt,
             PackedRows(heldout, params.row_tokens),
             params,
             state,
@@ -274,11 +283,39 @@ class _Run:
             anchors,
         )
 
-    def try_longest(self) -> None:
-        """One forward and backward of the fullest micro batch, so that memory runs out now or never."""
+    def begin(self, gate: Callable[[dict[str, Any]], None], log: Callable[[str, Row], None]) -> None:
+        """Measure before the first step and ask the gate; or tell of what a resumed training did before."""
+        progress, main = self.progress, self.accelerator.is_main_process
+        if progress.evaluations:
+            for curve, rows in (("train", progress.curve), ("heldout", list(map(heldout_row, progress.evaluations)))):
+                for row in rows if main else ():
+                    log(curve, row)
+            return
+        start = evaluate(self.module, self.heldout, self.params, self.accelerator)
+        if not start["positions"]:
+            raise RedraftError(
+                "No held-out position can be measured.",
+                where="heldout",
+                cause="answers of fewer than two tokens, or a chat template whose answers are not supervised",
+            )
+        progress.evaluations.append({**start, "step": 0})  # nothing worse than the start is kept
+        self.try_fullest()
+        stopped: RedraftError | None = None
+        if main:
+            try:
+                gate(start)
+                log("heldout", heldout_row(progress.evaluations[0]))
+            except RedraftError as error:
+                stopped = error
+        if int(self.accelerator.reduce(torch.tensor(int(stopped is not None), device=self.accelerator.device))):
+            raise stopped or SystemExit(1)  # all processes stop, none waits for another
+
+    def try_fullest(self) -> None:
+        """One forward and backward of the fullest rows, so that memory runs out now rather than in the night."""
+        rows = self.batches.rows
         size = self.params.micro_tokens // self.params.row_tokens
-        fullest = Batches(self.batches.rows, self.params)  # rows come fullest first out of `pack`
-        batch = torch.utils.data.default_collate([fullest.rows[n] for n in range(min(size, len(fullest.rows)))])
+        fullest = sorted(range(len(rows)), key=lambda number: -rows.filled(number))[:size]
+        batch = torch.utils.data.default_collate([rows[number] for number in fullest])
         output = self.module(self._here(batch), self.params.loss.mask)
         self.accelerator.backward(output.losses.sum() * 0.0)
         self.optimizer.zero_grad()
@@ -307,6 +344,7 @@ class _Run:
                     window.reduce(self.accelerator)
                     now, window = window.metrics(), Tally()
                     row = {"step": step + 1, "lr": rate, "loss": now["loss_0"], "accuracy": now["accuracy_0"]}
+                    _require_finite(row)
                     progress.curve.append(row)
                     if main:
                         log("train", row)
@@ -353,6 +391,7 @@ class _Run:
                 output = self.module(batch, loss.mask, self.laps)
                 self.accelerator.backward((scale * (output.losses * output.contributing(loss.oov)).sum(1)).sum())
             window.add(output)
+            del output  # its logits, before the next forward makes as many
             self.laps("backward")
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -371,7 +410,7 @@ class _Run:
         found = evaluate(self.module, self.heldout, self.params, self.accelerator)
         progress.evaluations.append({**found, "step": progress.step})
         if self.accelerator.is_main_process:
-            log("heldout", heldout_row(found, progress.step))
+            log("heldout", heldout_row(progress.evaluations[-1]))
         scores = [joint_acceptance(row) for row in progress.evaluations]
         if scores[-1] > scores[progress.best]:
             progress.best = len(scores) - 1

@@ -8,12 +8,14 @@ renamed; the fingerprint is that of everything which decides the result.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -68,15 +70,40 @@ class State:
     def _home(self) -> Path:
         return store_root() / "train" / self.title.replace(" ", "-")
 
-    def find(self, resume: str) -> Path | None:
-        """The newest complete step to go on from, by `resume`: `auto`, `never` or `must`.
+    @contextmanager
+    def alone(self, main: bool) -> Iterator[None]:
+        """Hold the state for one training at a time.
+
+        Raises:
+            RedraftError: another process runs this very training.
+        """
+        if not main:
+            yield
+            return
+        self._home.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.folder.with_suffix(".lock"))
+        try:
+            lock.acquire(blocking=False)
+        except Timeout as error:
+            raise RedraftError(
+                "Another process runs this very training.",
+                where=self.folder,
+                fix="wait for it, or end it (after a kill -9 of the launcher, its processes may live on)",
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def find(self, resume: str) -> tuple[Path | None, str | None]:
+        """The newest complete step to go on from, by `resume`: `auto`, `never` or `must`; and why there is none.
 
         Raises:
             RedraftError: `must` without a state of this very training.
         """
         steps = sorted(self.folder.glob("step-*/" + PROGRESS)) if resume != "never" else []
         if steps:
-            return steps[-1].parent
+            return steps[-1].parent, None
         changed = self._changed() if resume != "never" else None
         if resume == "must":
             raise RedraftError(
@@ -85,9 +112,7 @@ class State:
                 found=f"a training that differs in {changed}" if changed else "none",
                 fix="put back what differs, or set resume: auto",
             )
-        if changed:
-            print(f"{self.title}: starts from nothing, since the state of before differs in {changed}")
-        return None
+        return None, f"starts from nothing, since the state of before differs in {changed}" if changed else None
 
     def _changed(self) -> str | None:
         """What sets the newest other state apart, if there is one."""

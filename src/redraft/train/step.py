@@ -194,9 +194,12 @@ class TTTModule(nn.Module):
     embed: Tensor
     draft_head: Tensor
 
-    def __init__(self, drafter: Drafter, mapping: Mapping, embed: Tensor, head: Tensor, steps: int) -> None:
-        """`embed` [V, H] and `head` [V, H] are the target's; they are not trained."""
+    def __init__(
+        self, drafter: Drafter, mapping: Mapping, embed: Tensor, head: Tensor, steps: int, precision: str = "fp32"
+    ) -> None:
+        """`embed` [V, H] and `head` [V, H] are the target's; they are not trained. `precision` bf16: under autocast."""
         super().__init__()
+        self.rounded = precision == "bf16"
         ids = torch.from_numpy(mapping.ids)
         self.drafter = drafter
         self.steps = steps
@@ -211,18 +214,25 @@ class TTTModule(nn.Module):
         lap: Callable[[str], None] = lambda part: None,
         exact: bool = False,
     ) -> StepOutput:
-        """One batch of `redraft.hidden.store.PackedRows`; `mask` and `lap` as in `ttt_step`; `exact`: no autocast."""
+        """One batch of `redraft.hidden.store.PackedRows`; `mask` and `lap` as in `ttt_step`; `exact`: no autocast.
+
+        Autocast is opened here and not by Accelerate, which would open it for measurements as well, and not at all
+        under FSDP2.
+        """
         weight = self.drafter.fc.weight
-        if exact and torch.is_autocast_enabled(weight.device.type):
-            with torch.autocast(weight.device.type, enabled=False):
-                return self(batch, mask, lap)
+        rounded = self.rounded and not exact
+        final = batch["final"] if rounded else batch["final"].to(weight.dtype)
+        with torch.autocast(weight.device.type, torch.bfloat16, enabled=rounded):
+            return self._step(batch, final, mask, lap)
+
+    def _step(self, batch: dict[str, Tensor], final: Tensor, mask: str, lap: Callable[[str], None]) -> StepOutput:
         return ttt_step(
             self.drafter,
             self.mapping_ids,
             batch["input_ids"],
             batch["loss_mask"],
-            batch["aux"].to(weight.dtype),
-            batch["final"].to(weight.dtype) if not torch.is_autocast_enabled(weight.device.type) else batch["final"],
+            batch["aux"].to(self.drafter.fc.weight.dtype),
+            final,
             self.embed,
             self.draft_head,
             self.steps,
