@@ -52,30 +52,6 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_stage_starts_the_processes_that_the_profile_asks_for(clone: Path) -> None:
-    profile, before = clone / "profiles" / "tiny.yaml", metrics(clone, "train")
-    client = MlflowClient(f"sqlite:///{clone}/.store/mlflow.db")
-    experiment = client.get_experiment_by_name("redraft/tiny").experiment_id
-    runs = len(client.search_runs([experiment], "tags.stage = 'train'"))
-    journals = len(list((clone / ".store" / "journal").glob("train-*.jsonl")))
-    text = profile.read_text()
-    try:
-        profile.write_text(
-            text.replace("processes: 1", "processes: 2").replace("micro_tokens: 512\n", "micro_tokens: 256\n")
-        )
-        shell(sys.executable, "stages/train.py", cwd=clone)
-        after = metrics(clone, "train")
-    finally:
-        profile.write_text(text)
-        shell("git", "checkout", "--", "metrics", "plots", "dvc.lock", cwd=clone)
-        shell("dvc", "checkout", cwd=clone)
-    assert (after["steps"], after["tokens"]) == (before["steps"], before["tokens"])
-    for name, value in before["heldout"].items():  # type: ignore[attr-defined]
-        assert isinstance(value, int) or after["heldout"][name] == pytest.approx(value, abs=0.02), name  # type: ignore[index]
-    assert len(client.search_runs([experiment], "tags.stage = 'train'")) == runs + 1
-    assert len(list((clone / ".store" / "journal").glob("train-*.jsonl"))) == journals + 1
-
-
 def metrics(folder: Path, stage: str) -> dict[str, object]:
     return json.loads((folder / "metrics" / f"{stage}.json").read_text())
 
@@ -123,3 +99,27 @@ def test_an_experiment_with_another_lr_reruns_train_and_what_follows(clone: Path
         stages = {run.data.tags["stage"] for run in runs if run.data.tags.get("mlflow.parentRunId") == number}
         assert stages >= set(ran)
         assert {"probe/accept_length", "bench/ratio", "train/accuracy"} <= parent.data.metrics.keys()
+
+
+def test_the_stage_starts_the_processes_that_the_profile_asks_for(clone: Path) -> None:
+    profile, before = clone / "profiles" / "tiny.yaml", metrics(clone, "train")
+    client = MlflowClient(f"sqlite:///{clone}/.store/mlflow.db")
+    experiment = client.get_experiment_by_name("redraft/tiny").experiment_id
+    runs = len(client.search_runs([experiment], "tags.stage = 'train'"))
+    journals = len(list((clone / ".store" / "journal").glob("train-*.jsonl")))
+    text = profile.read_text()
+    try:
+        profile.write_text(
+            text.replace("processes: 1", "processes: 2").replace("micro_tokens: 512\n", "micro_tokens: 256\n")
+        )
+        shell(sys.executable, "stages/train.py", cwd=clone)
+        after = metrics(clone, "train")
+    finally:
+        profile.write_text(text)
+        shell("git", "checkout", "--", "metrics", "plots", "dvc.lock", cwd=clone)
+        shell("dvc", "checkout", "--force", cwd=clone)
+    assert (after["steps"], after["tokens"]) == (before["steps"], before["tokens"])
+    for name, value in before["heldout"].items():  # type: ignore[attr-defined]
+        assert isinstance(value, int) or after["heldout"][name] == pytest.approx(value, abs=0.02), name  # type: ignore[index]
+    assert len(client.search_runs([experiment], "tags.stage = 'train'")) == runs + 1
+    assert len(list((clone / ".store" / "journal").glob("train-*.jsonl"))) == journals + 1
