@@ -27,6 +27,7 @@ from redraft.target.model import Ends
 from redraft.train import attention, batches, measure
 from redraft.train import step as train_step
 from redraft.train.batches import Batch, Batches, ahead
+from redraft.train.laps import Laps
 from redraft.train.measure import Tally, evaluate, joint_acceptance
 from redraft.train.state import Progress, State, Weights, load, weights_hash
 from redraft.train.step import TTTModule
@@ -68,39 +69,6 @@ def lr_factor(step: int, total: int, warmup: float) -> float:
     if step < rise:
         return (step + 1) / rise
     return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, total - rise)))
-
-
-@dataclass
-class Laps:
-    """Wall time of the parts of a step; on a GPU only while `on`, since it has to wait for it."""
-
-    on: bool = False
-    last: float = 0.0
-    sums: dict[str, float] = field(default_factory=dict)
-    rows: list[dict[str, float]] = field(default_factory=list)
-
-    def begin(self, on: bool) -> None:
-        """Start a step."""
-        self.on, self.last, self.sums = on, time.perf_counter(), {}
-
-    def __call__(self, part: str) -> None:
-        """Add the time since the last call to `part`."""
-        if self.on:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            now = time.perf_counter()
-            self.sums[part] = self.sums.get(part, 0.0) + 1e3 * (now - self.last)
-            self.last = now
-
-    def end(self) -> None:
-        """Keep the step."""
-        if self.on:
-            self.rows.append(self.sums)
-
-    def medians(self) -> dict[str, float]:
-        """Milliseconds by part."""
-        names = self.rows[0] if self.rows else ()
-        return {name: round(float(torch.tensor([row[name] for row in self.rows]).median()), 1) for name in names}
 
 
 def fit(
