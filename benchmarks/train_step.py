@@ -46,10 +46,10 @@ def drafter(hidden: int, inner: int, heads: int, groups: int, head: int, vocab: 
 def shapes() -> dict[str, Shape]:
     """The shapes that can be run here."""
     small = drafter(64, 128, 4, 2, 16, 512, 256)
-    default = drafter(576, 1536, 9, 3, 64, 49_152, 4096)
+    default = drafter(576, 1536, 9, 3, 64, 49_152, 3072)
     return {
         "small": Shape(small, 1, 512, 1, 0.0, 1, "fp32"),
-        "default": Shape(default, 4, 256, 1, 0.17, 2, resolve("auto")),
+        "default": Shape(default, 2, 256, 1, 0.17, 2, resolve("auto")),
     }
 
 

@@ -489,6 +489,19 @@ def test_rows_of_ids_that_mean_another_token_are_filled(folder: Path, tmp_path: 
     assert torch.allclose(mean[3], head[others].mean(0), atol=1e-6)
 
 
+def test_a_donor_with_another_tokenizer_moves_no_row_of_a_differing_id(tmp_path: Path) -> None:
+    donor = some_checkpoint()
+    number = int(donor.mapping.ids[3])
+    donor.record["foreign"] = {number: ("old", "new")}
+    write_checkpoint(tmp_path / "donor", donor, AUX)
+    read = read_checkpoint(tmp_path / "donor")
+    assert read.foreign == {number: ("old", "new")}
+    made = initial("remap", "zero", read, donor.mapping, HEAD, 0)
+    assert made.record["rows"]["zero"] == 1
+    assert not made.drafter.lm_head.weight[3].any()
+    assert prove(read, made)["shared_rows"] == SLOTS - 1
+
+
 def test_a_drafter_of_speculators_is_remapped_to_what_sglang_reads(folder: Path, tmp_path: Path) -> None:
     as_speculators(folder, eagle_aux_hidden_state_layer_ids=list(AUX))
     remap_folder(folder, some_mapping(3), "zero", None, tmp_path / "out")

@@ -103,6 +103,8 @@ def test_the_knobs_reach_the_training(tmp_path: Path) -> None:
         ("seed: 0", "sead: 0", "`sead`"),
         ("ttt_steps: 3", "ttt_steps: 1.5", "`ttt_steps`"),
         ("init: remap", "init: magic", "`init`"),
+        ("mask: served", "mask: both", "`loss.mask`"),
+        ("freeze: []", "freeze: [embed_tokens]", "`loss.freeze.0`"),
         ("profile: smollm", "profile: nowhere", "nowhere.yaml"),
     ],
 )
@@ -114,6 +116,22 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, old: str, new: str, named:
 
 def test_a_whole_float_is_an_integer(tmp_path: Path) -> None:
     assert load_config(changed(tmp_path, "ttt_steps: 3", "ttt_steps: 1e1")).params.ttt_steps == 10
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("  precision: fp32", "  precision: fp16", "`train.precision`"),  # case C14: bf16 or fp32
+        ("  micro_tokens: 512", "  micro_tokens: 500", "multiple of row_tokens"),
+    ],
+)
+def test_a_profile_that_cannot_train_is_refused_when_it_is_read(tmp_path: Path, old: str, new: str, named: str) -> None:
+    text = (ROOT / "profiles" / "tiny.yaml").read_text()
+    assert old in text
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "tiny.yaml").write_text(text.replace(old, new))
+    with pytest.raises(RedraftError, match=named):
+        load_profile("tiny", tmp_path)
 
 
 def test_rows_must_fill_a_batch() -> None:
