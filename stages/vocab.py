@@ -32,7 +32,7 @@ def main(config: Config) -> Result:
     rows = len(read_ends(TARGET).embed)
     counts = {split: count_corpus(corpus, rows) for split, corpus in corpora.items()}
     forced = forced_ids(tokenizer, special=params.force_special, single_bytes=params.force_bytes)
-    built = build(counts["train"], params.size, forced=forced, decodable=decodable_ids(tokenizer))
+    built = build(counts["train"], params.slots, forced=forced, decodable=decodable_ids(tokenizer))
     write_vocab(Path("artifacts/vocab"), built, counts, {"corpus": corpora["train"].identity})
     metrics: dict[str, Any] = {
         "slots": len(built.mapping),

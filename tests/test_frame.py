@@ -115,7 +115,7 @@ def test_one_parent_with_a_child_for_each_stage(workspace: Path) -> None:
     assert children.keys() == {"vocab", "train"}
     assert {child.data.tags["mlflow.parentRunId"] for child in children.values()} == {parent.info.run_id}
     assert parent.data.params["lr"] == "0.002"
-    assert parent.data.params["profile.vocab.size"] == "3072"
+    assert parent.data.params["profile.vocab.slots"] == "3072"
     assert parent.data.metrics == {"train/loss": 2.0}
     assert children["vocab"].data.metrics["vocab/slots"] == 5
     history = client.get_metric_history(children["train"].info.run_id, "train/loss")

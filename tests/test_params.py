@@ -76,7 +76,7 @@ def test_every_profile_validates(name: str) -> None:
 
 def test_the_kimi_profile_has_the_figures_of_the_real_target() -> None:
     profile = load_profile("kimi-k25", ROOT)
-    assert profile.vocab.size == 32_000
+    assert profile.vocab.slots == 32_000
     assert profile.target.aux_layers == (2, 30, 58)
     assert profile.donor.source == "AQ-MedAI/Kimi-K2-Instruct-eagle3"
 

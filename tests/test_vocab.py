@@ -48,7 +48,7 @@ def test_a_small_corpus_is_topped_up_with_ids_that_decode() -> None:
 
 @pytest.mark.parametrize("size", [0, -1, 65, 1])
 def test_an_impossible_size_is_refused(size: int) -> None:
-    with pytest.raises(RedraftError, match=r"vocab\.size"):
+    with pytest.raises(RedraftError, match=r"vocab\.slots"):
         build(np.ones(64, np.int64), size, forced=[60, 61], decodable=range(64))
 
 

@@ -91,8 +91,8 @@ class CorpusParams(_Section):
 class VocabParams(_Section):
     """The draft vocabulary."""
 
-    size: Positive
-    """Slots N."""
+    slots: Positive
+    """N; not `size`, since the run cache of DVC does not look at a key of that name."""
     force_special: bool
     """Special and added tokens are always in."""
     force_bytes: bool
@@ -200,14 +200,14 @@ class DonorParams(_Section):
     """Required by `source: train`."""
     shape: DrafterShape | None = None
     """Required by `source: train`."""
-    size: Positive | None = None
+    slots: Positive | None = None
     """Slots of the donor's own mapping, with `source: train`."""
     tokenizer: str | None = None
     """The donor's own target (a folder or ORG/NAME@COMMIT), if its ids may mean other tokens than the target's."""
 
     @model_validator(mode="after")
     def _complete(self) -> "DonorParams":
-        missing = [name for name in ("train", "shape", "size") if getattr(self, name) is None]
+        missing = [name for name in ("train", "shape", "slots") if getattr(self, name) is None]
         if self.source == "train" and missing:
             raise ValueError(f"source: train needs {', '.join(missing)}")
         return self

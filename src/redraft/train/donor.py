@@ -36,11 +36,11 @@ def train_donor(
         log: likewise.
     """
     params = profile.donor
-    if params.train is None or params.shape is None or params.size is None or len(corpus) < 2:
+    if params.train is None or params.shape is None or params.slots is None or len(corpus) < 2:
         raise RedraftError(
             "The donor cannot be trained.",
             where="donor in the profile",
-            expected="train, shape, size, and at least two samples in donor.jsonl",
+            expected="train, shape, slots, and at least two samples in donor.jsonl",
             found=f"{len(corpus)} samples",
         )
     ends = read_ends(target)
@@ -51,11 +51,11 @@ def train_donor(
     vocab = profile.vocab
     forced = forced_ids(tokenizer, special=vocab.force_special, single_bytes=vocab.force_bytes)
     counts = count_tokens(corpus.input_ids.numpy(), corpus.loss_mask.numpy(), rows)
-    vocabulary = build(counts, params.size, forced=forced, decodable=decodable_ids(tokenizer))
+    vocabulary = build(counts, params.slots, forced=forced, decodable=decodable_ids(tokenizer))
     shape = DrafterConfig(
         hidden_size=hidden,
         vocab_size=rows,
-        draft_vocab_size=params.size,
+        draft_vocab_size=params.slots,
         rms_norm_eps=read_config(target, profile.target.trust_remote_code).get_text_config().rms_norm_eps,
         **params.shape.model_dump(),
     )

@@ -70,7 +70,7 @@ def build(counts: Ids, size: int, *, forced: Iterable[int] = (), decodable: Iter
     if not 0 < size <= vocab_size or len(must) > size:
         raise RedraftError(
             "The draft vocabulary cannot have this size.",
-            where="vocab.size in the profile",
+            where="vocab.slots in the profile",
             expected=f"{max(1, len(must))} ({len(must)} forced ids) to {vocab_size}",
             found=size,
         )
@@ -84,7 +84,7 @@ def build(counts: Ids, size: int, *, forced: Iterable[int] = (), decodable: Iter
     if len(chosen) < size:
         raise RedraftError(
             "The tokenizer has fewer ids than the draft vocabulary has slots.",
-            where="vocab.size in the profile",
+            where="vocab.slots in the profile",
             expected=f"at most {len(chosen)}",
             found=size,
         )
