@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,30 @@ def test_a_killed_training_ends_with_the_same_weights(
         assert again[name] == whole[name], name
     other = train(states, llama_folder, tmp_path / "other.json", processes, **shape, lr=1e-3)
     assert "differs in params.lr (was 0.002, now 0.001)" in other["said"]
+
+
+@pytest.mark.slow
+def test_a_terminated_launcher_saves_and_says_so(
+    states: dict[str, HiddenStates], llama_folder: Path, tmp_path: Path
+) -> None:
+    manifest, job, store = tmp_path / "manifest.json", tmp_path / "long.job", tmp_path / "store" / "train"
+    manifest.write_text(json.dumps(states["train"].manifest))
+    params = FIT.model_copy(update={"epochs": 3000, "save_steps": 20}).model_dump(mode="json")
+    fields = {"manifest": str(manifest), "target": str(llama_folder), "out": str(tmp_path / "x"), "processes": 2}
+    job.write_text(json.dumps({**fields, "params": params}))
+    script = f"import sys; sys.argv = ['{TESTS / 'ranks.py'}', '{job}']; from redraft.launch import launch; "
+    launcher = subprocess.Popen([sys.executable, "-c", script + "launch(2, 'torchrun')"], stderr=subprocess.PIPE)
+    try:
+        end = time.monotonic() + 120
+        while not list(store.glob("*/*/step-*")):
+            assert time.monotonic() < end
+            assert launcher.poll() is None
+            time.sleep(0.2)
+        launcher.send_signal(signal.SIGTERM)
+        _, said = launcher.communicate(timeout=120)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 143, said.decode()[-3000:]
+    (saved,) = store.glob("*/*/step-*")
+    progress = json.loads((saved / "progress.json").read_text())
+    assert progress["step"] == int(saved.name.removeprefix("step-")) < 9000

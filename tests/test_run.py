@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -99,6 +100,20 @@ def test_an_experiment_with_another_lr_reruns_train_and_what_follows(clone: Path
         stages = {run.data.tags["stage"] for run in runs if run.data.tags.get("mlflow.parentRunId") == number}
         assert stages >= set(ran)
         assert {"probe/accept_length", "bench/ratio", "train/accuracy"} <= parent.data.metrics.keys()
+
+
+def test_an_experiment_in_a_temporary_workspace_uses_the_store_of_the_main_one(clone: Path) -> None:
+    shards = sorted((clone / ".store").glob("*/*.safetensors"))
+    text = shell("dvc", "exp", "run", "--temp", "-S", "lr=3e-4", cwd=clone)
+    assert "Ran experiment" in text
+    assert sorted((clone / ".store").glob("*/*.safetensors")) == shards
+    assert "lr: 0.0003" not in (clone / "params.yaml").read_text()
+    (name,) = re.findall(r"Ran experiment\(s\): (\S+)", text)
+    client = MlflowClient(f"sqlite:///{clone}/.store/mlflow.db")
+    experiment = client.get_experiment_by_name("redraft/tiny").experiment_id
+    (parent,) = client.search_runs([experiment], f"tags.`pipeline.run` = '{name}'")
+    assert parent.data.params["lr"] == "0.0003"
+    assert "bench/ratio" in parent.data.metrics
 
 
 def test_the_stage_starts_the_processes_that_the_profile_asks_for(clone: Path) -> None:
