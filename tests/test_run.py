@@ -66,7 +66,7 @@ def test_every_stage_leaves_its_artefacts(clone: Path) -> None:
     report = (clone / "report.md").read_text()
     assert report.splitlines()[0].startswith(f"**{bench['verdict']}")
     pictures = [line.split("](")[1].split(")")[0] for line in report.replace("![", "\n![").splitlines() if "![" in line]
-    assert pictures
+    assert sorted(pictures) == sorted(f"report/{path.name}" for path in (clone / "report").glob("*.svg"))
     assert all((clone / picture).read_text().startswith("<svg") for picture in pictures)
     assert not list(clone.rglob("*.partial"))
 

@@ -1,7 +1,7 @@
 """The record of a stage's run, one JSON line at a time in `.store/journal/`: what MLflow is told, and told again.
 
-First line: stage, params, profile, tags, time. Then curve rows, numbers and headline figures as they come, and at last
-a status. MLflow is filled from it, so nothing is lost when a tracking server is missing: `redraft publish` sends it.
+First line: stage, key of the pipeline run, params, tags, time. Then curve rows, numbers and headline figures as they
+come, and at last a status. MLflow is filled from it, so nothing is lost when a tracking server is missing: `redraft publish` sends it.
 """
 
 import json
@@ -17,6 +17,8 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 Row = dict[str, float]
 KILLED = "KILLED"
+NOT_DECISIVE = ("gate", "resume")
+"""Params that say whether a run goes on, not what it makes."""
 
 
 def home() -> Path:
@@ -88,7 +90,7 @@ def _same(one: dict[str, Any], two: dict[str, Any]) -> bool:
     """Whether two headers are of one run: same stage, pipeline run and params but for how it is to be resumed."""
 
     def decisive(header: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in header.get("params", {}).items() if name not in ("resume", "gate")}
+        return {name: value for name, value in header.get("params", {}).items() if name not in NOT_DECISIVE}
 
     return one.get("stage") == two["stage"] and one.get("key") == two["key"] and decisive(one) == decisive(two)
 

@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from redraft.journal import KILLED, Journal, Row, home, read
+from filelock import FileLock
+
+from redraft.journal import KILLED, NOT_DECISIVE, Journal, Row, home, read
 from redraft.launch import is_main
 from redraft.params import Config
 
@@ -47,7 +49,7 @@ def _git(*arguments: str) -> str:
 
 def pipeline_key(params: dict[str, Any]) -> str:
     """The name of this pipeline run: the same for all its stages, without a file that passes it on."""
-    decisive = {name: value for name, value in params.items() if name not in ("gate", "resume")}
+    decisive = {name: value for name, value in params.items() if name not in NOT_DECISIVE}
     digest = hashlib.sha256(repr(sorted(decisive.items())).encode()).hexdigest()[:8]
     return os.environ.get("DVC_EXP_NAME") or f"{_git('rev-parse', '--short', 'HEAD') or 'no-commit'}-{digest}"
 
@@ -160,8 +162,6 @@ def send(path: Path, patience: float = 120) -> int:
 
     `patience`: seconds to wait for another process that sends.
     """
-    from filelock import FileLock
-
     lines = read(path)
     uri = tracking_uri()
     store = Path(uri.removeprefix("sqlite:///")).parent if uri.startswith("sqlite:///") else home()

@@ -165,7 +165,8 @@ def _training(params: Params, train: Metrics, donor: Metrics, probe: Metrics) ->
         f"## Training\n\n{train['steps']:,} optimizer steps in {train['precision']}, {train['tokens']:,} tokens.{kept}"
         f"{begun} Held out:\n\n"
         f"{markdown(('', 'loss', 'accuracy', 'right so far', 'ceiling'), rows)}\n\n{walked}\n\n"
-        f"{_figure('loss', 'Training loss')} {_figure('heldout', 'Joint acceptance on held-out documents')}"
+        f"{_figure('loss', 'Training loss')} {_figure('accuracy', 'Training accuracy')} "
+        f"{_figure('heldout', 'Joint acceptance on held-out documents')}"
     )
 
 
