@@ -1,7 +1,8 @@
 """The record of a stage's run, one JSON line at a time in `.store/journal/`: what MLflow is told, and told again.
 
 First line: stage, key of the pipeline run, params, tags, time. Then curve rows, numbers and headline figures as they
-come, and at last a status. MLflow is filled from it, so nothing is lost when a tracking server is missing: `redraft publish` sends it.
+come, and at last a status. MLflow is filled from it, so nothing is lost when a tracking server is missing: `redraft
+publish` sends it.
 """
 
 import json
