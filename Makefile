@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: repro test setup lock-check ui
+.PHONY: repro test engines test-engines setup lock-check ui
 
 setup: $(VENV)/ready
 
@@ -24,7 +24,15 @@ test: setup
 	ruff check .
 	ruff format --check .
 	mypy
-	pytest
+	pytest -m 'not engine'
+
+# the real SGLang and vLLM on a machine without a GPU, see tests/engines/README.md: once per machine, 8 GB
+engines: setup
+	python tests/engines/build.py sglang
+	python tests/engines/build.py vllm
+
+test-engines: engines
+	pytest -m engine
 
 # fails if a stage would run; needs no data
 lock-check: setup

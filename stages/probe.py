@@ -1,31 +1,45 @@
-"""probe: serve the drafter, and compare what it gives with what the target gives alone."""
+"""probe: serve the drafter, and compare what it gives with what the target gives alone and with what was predicted."""
 
 from pathlib import Path
+from typing import Any
 
 from redraft import atomic
+from redraft.drafter.checkpoint import read_parts
 from redraft.hidden.corpus import read_corpus
 from redraft.params import Config
-from redraft.serve.open import open_engines
-from redraft.serve.probe import compare, require_acceptance, require_lossless, samples_text
+from redraft.serve.open import load_models, open_servers
+from redraft.serve.parity import hold_against_models, hold_against_training
+from redraft.serve.probe import require_acceptance, require_lossless, samples_text, serve_both
 from redraft.stage import Result, run
 from redraft.target.chat import load_tokenizer
 
-TARGET, DRAFTER = Path("artifacts/target"), Path("artifacts/drafter")
+TARGET, DRAFTER, DONOR = Path("artifacts/target"), Path("artifacts/drafter"), Path("artifacts/donor")
 
 
 def main(config: Config) -> Result:
-    params, steps = config.profile.probe, config.params.spec_steps
+    params, steps, here = config.profile.probe, config.params.spec_steps, config.params.engine == "torch"
     heldout = read_corpus(Path("artifacts/corpus/heldout.safetensors"))
     prompts = [heldout.prompt(index) for index in range(min(params.prompts, len(heldout)))]
-    exact = open_engines(config, TARGET, DRAFTER, (0, steps), "fp32")
-    outputs = compare(exact[0], exact[steps], prompts, params.max_new_tokens, "probe fp32")
+    models = load_models(config, TARGET, DRAFTER, "fp32") if here else None
+    engines = models.engines((0, steps)) if models else open_servers(config, TARGET, DRAFTER, (0, steps))
+    outputs = serve_both(engines, prompts, params.max_new_tokens, f"probe {config.params.engine}")
     require_lossless(outputs)
-    served = exact[steps].acceptance().metrics()
+    served = engines[steps].acceptance().metrics()
+    described, parts = engines[steps].describe(), read_parts(DRAFTER, finite=False)
+    metrics: dict[str, Any] = {"lossless": 0 in engines or None, **served, "outputs": outputs.metrics()}
+    if params.parity == "walk":
+        metrics["parity"] = hold_against_training(outputs, steps, parts.record)
+    elif config.profile.engine.topk == 1 or here:
+        models = models or load_models(config, TARGET, DRAFTER, "fp32")
+        donor = read_parts(DONOR, finite=False).mapping
+        metrics["parity"] = hold_against_models(
+            outputs, steps, models, donor, here=here, exact=described["dtype"] == "float32"
+        )
     require_acceptance(served["accept_length"], params.min_accept_length)
-    metrics = {"lossless": True, **served, "fp32": outputs.metrics(), "engine": exact[steps].describe()}
-    if params.bf16_prompts:
-        rounded = open_engines(config, TARGET, DRAFTER, (0, steps), "bf16")
-        fast = compare(rounded[0], rounded[steps], prompts[: params.bf16_prompts], params.max_new_tokens, "probe bf16")
+    metrics |= {"engine": described, "mapping": parts.mapping.hash}
+    if here and params.bf16_prompts:
+        rounded = load_models(config, TARGET, DRAFTER, "bf16").engines((0, steps))
+        fast = serve_both(rounded, prompts[: params.bf16_prompts], params.max_new_tokens, "probe bf16")
         metrics["bf16"] = {**fast.metrics(), **rounded[steps].acceptance().metrics()}
     tokenizer = load_tokenizer(TARGET, config.profile.target.trust_remote_code)
     atomic.write_text("artifacts/samples.txt", samples_text(tokenizer, outputs.answers))

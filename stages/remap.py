@@ -6,11 +6,10 @@ from typing import Any
 
 from redraft.drafter.checkpoint import read_checkpoint, write_checkpoint
 from redraft.drafter.remap import count_sources, initial, prove
-from redraft.hidden.extract import target_hash
 from redraft.hidden.store import HiddenStates
 from redraft.params import Config
 from redraft.stage import Result, run
-from redraft.target.model import read_ends
+from redraft.target.model import read_ends, target_hash
 from redraft.train.measure import best_fill, first_steps
 from redraft.vocab.build import read_vocab
 

@@ -6,12 +6,11 @@ from typing import Any
 
 from redraft.curves import write_curve
 from redraft.drafter.checkpoint import read_checkpoint, read_parts, write_checkpoint
-from redraft.hidden.extract import target_hash
 from redraft.hidden.store import HiddenStates
 from redraft.launch import is_main
 from redraft.params import Config
 from redraft.stage import Result, log, run
-from redraft.target.model import read_ends
+from redraft.target.model import read_ends, target_hash
 from redraft.train import gate
 from redraft.train.loop import fit
 from redraft.vocab.build import read_vocab
@@ -46,7 +45,7 @@ def main(config: Config) -> Result:
     if not is_main():
         return Result()
     drafter.record |= {"training": params.model_dump(mode="json"), "hidden": states["train"].manifest["fingerprint"]}
-    drafter.record |= {"steps": fitted.kept, "heldout": fitted.heldout}
+    drafter.record |= {"target": identity["target"], "steps": fitted.kept, "heldout": fitted.heldout}
     write_checkpoint(Path("artifacts/drafter"), drafter, layers)
     write_curve(Path("plots/train.csv"), fitted.curve)
     write_curve(Path("plots/heldout.csv"), fitted.evaluations)

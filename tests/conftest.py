@@ -1,6 +1,7 @@
 """Small real things for tests: targets of real architectures made from a config, drafters, hidden states."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,12 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, L
 
 from redraft.drafter.checkpoint import Checkpoint
 from redraft.drafter.model import Drafter, DrafterConfig
-from redraft.hidden.extract import extract, target_hash
+from redraft.hidden.extract import extract
 from redraft.hidden.store import HiddenStates
-from redraft.target.model import Ends, Target, load_target, read_ends
+from redraft.target.model import Ends, Target, load_target, read_ends, target_hash
 from redraft.vocab.mapping import Mapping
 
+ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)
 VOCAB, HIDDEN, LAYERS, SLOTS = 96, 32, 8, 24
 SHAPE = {
@@ -98,6 +100,45 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("tiny") / "target"
     make_target(TargetParams(source="fit:tiny"), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose stages up to train are done, for a target like profile `tiny`'s and the engine `sglang`."""
+    return make_project(tmp_path_factory.mktemp("project"))
+
+
+def make_project(folder: Path, config: object = None) -> Path:
+    """A target (by default a Llama whose layers differ much), a drafter of it, prompts, and a profile named `tiny`."""
+    from redraft.drafter.checkpoint import write_checkpoint
+    from redraft.hidden.corpus import tokenize_file, write_corpus
+    from redraft.params import Profile, load_yaml
+    from redraft.target.chat import load_tokenizer
+    from redraft.target.tiny import fit_tiny, tiny_llama
+    from redraft.train.donor import train_donor
+
+    text = (ROOT / "profiles/tiny.yaml").read_text().replace(".engines/sglang/bin/python", sys.executable)
+    text = text.replace("slots: 400", "slots: 200").replace("force_bytes: true", "force_bytes: false")
+    text = text.replace("epochs: 6", "epochs: 40")
+    artifacts = folder / "artifacts"
+    fit_tiny(artifacts / "target", config=config or tiny_llama(initializer_range=0.2))
+    (artifacts / "target/target.json").write_text(json.dumps({"source": "test", "revision": None, "weights": "."}))
+    profile = Profile.model_validate(load_yaml(text))
+    tokenizer = load_tokenizer(artifacts / "target")
+    for split in ("heldout", "train"):
+        corpus, _ = tokenize_file(ROOT / f"data/tiny/{split}.jsonl", tokenizer, profile.corpus)
+        write_corpus(artifacts / f"corpus/{split}.safetensors", corpus)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REDRAFT_STORE", str(folder / ".store"))
+        drafter, _ = train_donor(artifacts / "target", corpus, profile)
+    for name in ("drafter", "donor"):
+        write_checkpoint(artifacts / name, drafter, (2, 4, 5))
+    (folder / "stages").symlink_to(ROOT / "stages")
+    (folder / "profiles").mkdir()
+    (folder / "profiles/tiny.yaml").write_text(text)
+    knobs = (ROOT / "params.yaml").read_text().replace("profile: smollm ", "profile: tiny ")
+    (folder / "params.yaml").write_text(knobs.replace("engine: torch ", "engine: sglang "))
     return folder
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from redraft.errors import RedraftError
 from redraft.hidden import extract as extraction
 from redraft.hidden.corpus import Corpus, gather, read_corpus, tokenize_file, write_corpus
-from redraft.hidden.extract import extract, forward, summary, target_hash
+from redraft.hidden.extract import extract, forward, summary
 from redraft.hidden.store import HiddenStates, PackedRows, ShardWriter, pack
 from redraft.params import CorpusParams, ExtractParams
 from redraft.target.chat import Sample, load_tokenizer
-from redraft.target.model import Target
+from redraft.target.model import Target, target_hash
 
 LENGTHS = [7, 3, 12, 5, 9, 30, 1, 4]
 

@@ -14,7 +14,7 @@ from redraft.errors import RedraftError
 from redraft.serve.acceptance import Acceptance
 from redraft.serve.engine import Generation, Margin
 from redraft.serve.load import interleave, summarize
-from redraft.serve.probe import compare, require_acceptance, require_lossless
+from redraft.serve.probe import Comparison, require_acceptance, require_lossless, serve_both
 from redraft.serve.torch_engine import TorchEngine
 from redraft.target.chat import load_tokenizer, stop_ids
 from redraft.target.model import Target, load_target
@@ -131,11 +131,24 @@ class Scripted:
     def margin(self, prefix: list[int], first: int, second: int, width: int) -> Margin:
         return Margin(self.gap, 0.5)
 
+    def start(self) -> None:
+        self.running = True
+
+    def stop(self) -> None:
+        self.running = False
+
     def acceptance(self) -> Acceptance:
         counted = Acceptance(self.spec_steps)
         for answer in self.answers:
             counted.add(answer.accepted)
         return counted
+
+
+def compared(plain: Scripted, speculative: Scripted) -> Comparison:
+    found = serve_both({0: plain, 2: speculative}, [[0]], 3, "test")  # type: ignore[dict-item]
+    assert not plain.running
+    assert not speculative.running
+    return found
 
 
 def answer(ids: list[int], seconds: float = 1.0, first: float = 0.1, accepted: Sequence[int] = ()) -> Generation:
@@ -144,18 +157,18 @@ def answer(ids: list[int], seconds: float = 1.0, first: float = 0.1, accepted: S
 
 def test_a_near_tie_is_counted_and_any_other_difference_fails() -> None:
     one, two = Scripted([answer([1, 2, 3])]), Scripted([answer([1, 9, 3])], spec_steps=2)
-    found = compare(one, two, [[0]], 3, "test")  # type: ignore[arg-type]
+    found = compared(one, two)
     assert (found.equal, found.ties, found.compared_tokens) == (0, 0, 1)
     assert found.different[0]["tokens"] == [2, 9]
     with pytest.raises(RedraftError, match="answer token 1"):
         require_lossless(found)
-    tie = compare(Scripted([answer([1, 2, 3])], gap=5e-4), two, [[0]], 3, "test")  # type: ignore[arg-type]
+    tie = compared(Scripted([answer([1, 2, 3])], gap=5e-4), two)
     assert (tie.ties, tie.different) == (1, [])
     require_lossless(tie)
 
 
 def test_an_answer_that_ends_early_is_a_difference() -> None:
-    found = compare(Scripted([answer([1, 2, 3])]), Scripted([answer([1, 2])], 2), [[0]], 3, "test")  # type: ignore[arg-type]
+    found = compared(Scripted([answer([1, 2, 3])]), Scripted([answer([1, 2])], 2))
     assert found.different[0]["position"] == 2
 
 

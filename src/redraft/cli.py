@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -145,20 +146,53 @@ def _require_new(output: Path) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from redraft.drafter.checkpoint import export_speculators, read_checkpoint
+    from redraft.drafter.card import export_sglang, require_layers
 
     _require_new(arguments.output)
-    checkpoint = read_checkpoint(arguments.checkpoint)
-    layers = checkpoint.record.get("aux_layers") or arguments.aux_layers
-    if not layers:
-        raise RedraftError(
-            "The drafter does not say which layers feed it.",
-            where=arguments.checkpoint / "redraft.json",
-            expected="aux_layers",
-            fix="give --aux-layers, as inputs of layers, for example 2 30 58",
+    engine, _, version = arguments.engine.partition("==")
+    if engine == "sglang" and version:
+        notes = export_sglang(
+            arguments.checkpoint,
+            Path(arguments.target),
+            version,
+            arguments.output,
+            context=arguments.context_length,
+            aux_layers=arguments.aux_layers,
+            metrics=arguments.metrics,
         )
-    export_speculators(arguments.output, checkpoint, tuple(layers), arguments.target)
+        from redraft.drafter.lint import describe
+
+        print(f"{describe(notes)}\n{arguments.output}: for SGLang {version}, with its model card in README.md")
+        return
+    if arguments.engine != "speculators":
+        raise RedraftError(
+            "A drafter is written for one engine.",
+            where="--for",
+            expected="speculators, or sglang==VERSION",
+            found=arguments.engine,
+        )
+    from redraft.drafter.checkpoint import export_speculators, read_checkpoint
+
+    checkpoint = read_checkpoint(arguments.checkpoint)
+    layers = require_layers(checkpoint.record, arguments.aux_layers, arguments.checkpoint)
+    export_speculators(arguments.output, checkpoint, layers, arguments.target)
     print(f"{arguments.output}: aux layers {list(layers)} as inputs of layers, every norm flag false")
+
+
+def _lint(arguments: argparse.Namespace) -> None:
+    from redraft.drafter.lint import describe, lint
+
+    found = lint(
+        arguments.checkpoint,
+        arguments.target,
+        arguments.version,
+        context=arguments.context_length,
+        algorithm=arguments.algorithm,
+        trained=arguments.aux_layers,
+    )
+    print(json.dumps([asdict(each) for each in found], indent=2) if arguments.json else describe(found))
+    if any(each.level == "error" for each in found):
+        sys.exit(1)
 
 
 def _publish(arguments: argparse.Namespace) -> None:
@@ -224,11 +258,36 @@ def _parser() -> argparse.ArgumentParser:
     carry.add_argument("--output", type=Path, required=True, help="folder to write")
     _add_common(carry)
     carry.set_defaults(run=_remap)
-    export = commands.add_parser("export", help="write a drafter in the form of speculators and vLLM")
+    look = commands.add_parser("lint", help="what would SGLang make of a drafter's files? Starts no server")
+    look.add_argument("checkpoint", help="a drafter's folder, for example artifacts/drafter")
+    look.add_argument("--target", type=Path, required=True, help="the target's folder")
+    look.add_argument("--engine", choices=["sglang"], default="sglang", help="the server (default %(default)s)")
+    look.add_argument("--version", required=True, help="of the server, for example 0.5.23")
+    look.add_argument("--algorithm", default="EAGLE3", help="--speculative-algorithm (default %(default)s)")
+    look.add_argument("--json", action="store_true", help="print JSON")
+    look.set_defaults(run=_lint)
+    export = commands.add_parser("export", help="write a drafter for SGLang, or in the form of speculators and vLLM")
     export.add_argument("checkpoint", type=Path, help="a drafter's folder, for example artifacts/drafter")
-    export.add_argument("--target", required=True, help="name or path of the target, written into the configuration")
+    export.add_argument(
+        "--target", required=True, help="speculators: name or path, written into config.json; sglang: its folder"
+    )
+    export.add_argument(
+        "--for", dest="engine", default="speculators", help="speculators, or sglang==0.5.23 (default %(default)s)"
+    )
     export.add_argument("--output", type=Path, required=True, help="folder to write")
-    export.add_argument("--aux-layers", type=int, nargs=3, help="inputs of layers, if redraft.json does not say")
+    export.add_argument(
+        "--metrics", type=Path, default=Path("metrics"), help="for the model card (default %(default)s)"
+    )
+    for command in (look, export):
+        command.add_argument(
+            "--aux-layers",
+            type=int,
+            nargs="+",
+            help="inputs of layers, if redraft.json does not say",
+        )
+        command.add_argument(
+            "--context-length", type=int, help="tokens that the server is started for (default: the target's)"
+        )
     export.set_defaults(run=_export)
     publish = commands.add_parser("publish", help="send to MLflow what a missing tracking server did not take")
     publish.set_defaults(run=_publish)

@@ -11,6 +11,7 @@ class RedraftError(Exception):
         found: what was there.
         cause: the likely cause.
         fix: what to do next.
+        tail: lines put below, for example the last ones of a log.
     """
 
     def __init__(
@@ -22,6 +23,7 @@ class RedraftError(Exception):
         found: object = None,
         cause: str | None = None,
         fix: str | None = None,
+        tail: str = "",
     ) -> None:
         self.what = what
         details = {
@@ -32,4 +34,4 @@ class RedraftError(Exception):
             "what to do": fix,
         }
         lines = [f"  {name}: {value}" for name, value in details.items() if value is not None]
-        super().__init__("\n".join([what, *lines]))
+        super().__init__("\n".join([what, *lines]) + tail)

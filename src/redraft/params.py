@@ -248,8 +248,41 @@ class ProbeParams(_Section):
     """Of these prompts, how many are compared in bf16 as well."""
     min_accept_length: float
     """Below this the drafter accepts nothing and the probe fails."""
-    server: dict[str, str | int | float | bool] = {}
-    """Flags of a server engine, for example `tp-size: 8`."""
+    parity: Literal["torch", "walk"]
+    """What served acceptance is held against: `torch`, the same prompts in this process, with the cause of a gap;
+    `walk`, only what training predicted, for a target that this process cannot hold."""
+
+
+Flags = dict[str, str | int | float | bool]
+
+
+class EngineParams(_Section):
+    """A server engine; `torch` needs none of it."""
+
+    python: str
+    """Interpreter of the environment that has the engine; launched servers run in it."""
+    url: str | None = None
+    """Join this server with speculation instead of launching one."""
+    baseline_url: str | None = None
+    """Join this server without speculation; with one of the two only, no ratio is given."""
+    port: Annotated[int, Field(gt=0, lt=65536)] | None = None
+    """Of launched servers; any free one without it."""
+    max_running: Positive
+    """Requests served at once, the same with and without speculation."""
+    topk: Positive
+    """Branches of the draft tree at each step; 1 is a chain."""
+    draft_tokens: Positive | None = None
+    """Tokens of one verify step; spec_steps + 1 without it, and always for a chain."""
+    ready_seconds: Positive
+    """Longest wait for a launched server."""
+    request_seconds: Positive
+    """Longest wait for the next piece of an answer."""
+    flags: Flags
+    """Further flags of both servers, for example `tp-size: 8`."""
+    speculative: Flags
+    """Further flags of the server with speculation."""
+    env: dict[str, str]
+    """Environment of launched servers."""
 
 
 class BenchParams(_Section):
@@ -272,6 +305,7 @@ class Profile(_Section):
     vocab: VocabParams
     extract: ExtractParams
     train: TrainParams
+    engine: EngineParams
     probe: ProbeParams
     bench: BenchParams
 
@@ -319,7 +353,7 @@ class Params(_Section):
     """What follows when the numbers before the first step cannot be right."""
     resume: Literal["auto", "never", "must"]
     """Whether a killed training goes on from its saved state."""
-    engine: Literal["torch"]
+    engine: Literal["torch", "sglang"]
     """What probe and bench serve with."""
     spec_steps: Positive
     """Tokens drafted per verify step in the probe."""

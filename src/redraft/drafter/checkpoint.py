@@ -67,7 +67,8 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, aux_layers: tuple[int
 
     Tensors: those of `Drafter`, bf16; `d2t` int64 [N]; `t2d` bool [V].
     """
-    record = {**checkpoint.record, "aux_layers": list(aux_layers)}
+    shape = checkpoint.drafter.config.to_dict()  # told again, so that a later edit of config.json shows
+    record = {**checkpoint.record, "aux_layers": list(aux_layers), "shape": shape}
     write_parts(folder, _parts(checkpoint, exported_layer_ids(aux_layers)), record, checkpoint.row_source)
 
 

@@ -20,22 +20,11 @@ from redraft.hidden.store import MANIFEST, ShardWriter, check_present, fingerpri
 from redraft.params import ExtractParams, Profile
 from redraft.progress import counter
 from redraft.target import model as target_model
-from redraft.target.model import Target, load_target, read_ends
-from redraft.target.sources import RECORD, weights_folder
+from redraft.target.model import Target, load_target, target_hash
 
 Corpora = dict[str, Corpus]
 _CODE = (Path(__file__), Path(target_model.__file__), Path(store.__file__))
 """What decides the content of a shard: an edit here is another fingerprint."""
-
-
-def target_hash(folder: Path) -> str:
-    """Identity of a target without reading its terabyte: source, configuration, file sizes and final norm."""
-    record = json.loads((folder / RECORD).read_text())
-    record = {name: record[name] for name in ("source", "revision")}
-    sizes = sorted((file.name, file.stat().st_size) for file in weights_folder(folder).glob("*.safetensors"))
-    norm = read_ends(folder).norm.float().numpy().tobytes()
-    identity = [record, (folder / "config.json").read_text(), sizes, hashlib.sha256(norm).hexdigest()]
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def extract_folder(folder: Path, corpora: Corpora, profile: Profile) -> Path:

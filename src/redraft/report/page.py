@@ -67,15 +67,13 @@ def _figure(name: str, text: str) -> str:
 
 def _verdict(params: Params, metrics: Metrics) -> str:
     bench, probe, train = metrics["bench"], metrics["probe"], metrics["train"]
-    engine = bench["engine"]
-    where = f"{engine['engine']} {engine['torch']}, {engine['device']}, {engine['threads']} threads, {engine['dtype']}"
+    where = _engine(bench["engine"])
     return (
         f"**{bench['verdict']}** ({bench['best_spec_steps']} drafted tokens a step, "
         f"concurrency {bench['concurrency']})\n\n"
         f"Profile `{params.profile}`, init `{params.init}`, lr {params.lr:g}, {params.epochs:g} epochs, "
         f"seed {params.seed}. Measured on: {where}.\n\n"
-        f"- Greedy output with speculation equals the target's own, token for token "
-        f"({probe['fp32']['compared_tokens']} tokens in float32).\n"
+        f"- {_lossless(probe)}\n"
         f"- Served accept length {probe['accept_length']:.2f} of at most {params.spec_steps + 1} "
         f"(bonus token included).\n"
         f"- Held-out accuracy of the first draft {train['start']['accuracy_0']:.1%} before training, "
@@ -171,11 +169,11 @@ def _training(params: Params, train: Metrics, donor: Metrics, probe: Metrics) ->
 
 
 def _probe(params: Params, probe: Metrics) -> str:
+    outputs = probe["outputs"]
     text = (
-        f"## Probe\n\n{probe['fp32']['prompts']} held-out prompts, {params.spec_steps} drafted tokens a step, float32: "
-        f"accept length {probe['accept_length']:.3f}, accept rate {probe['accept_rate']:.1%} over "
-        f"{probe['verify_steps']:,} verify steps; "
-        f"{probe['fp32']['equal']} outputs equal, {probe['fp32']['ties']} part at a near-tie."
+        f"## Probe\n\n{outputs['prompts']} held-out prompts, {params.spec_steps} drafted tokens a step, "
+        f"{_engine(probe['engine'])}: accept length {probe['accept_length']:.3f}, accept rate "
+        f"{probe['accept_rate']:.1%} over {probe['verify_steps']:,} verify steps. {_lossless(probe)}{_parity(probe)}"
     )
     if "bf16" in probe:
         rounded = probe["bf16"]
@@ -188,6 +186,35 @@ def _probe(params: Params, probe: Metrics) -> str:
                 f"{rounded['largest_shape_noise']:.3f}."
             )
     return f"{text}\n\n{_figure('acceptance', 'Share of verify steps that accepted the draft at each position')}"
+
+
+def _lossless(probe: Metrics) -> str:
+    outputs = probe["outputs"]
+    if not probe["lossless"]:
+        return "No server without speculation was there: whether the output is the target's own was not compared."
+    ties = f", {outputs['ties']} part at a near-tie" if outputs["ties"] else ""
+    return (
+        f"Greedy output with speculation equals the target's own, token for token: {outputs['equal']} of "
+        f"{outputs['prompts']} outputs, {outputs['compared_tokens']:,} tokens{ties}."
+    )
+
+
+def _parity(probe: Metrics) -> str:
+    """The other measurements of the accept length, where there are any."""
+    parity = probe.get("parity")
+    if not parity:
+        return " It was held against no other measurement."
+    names = {"torch": "the engine `torch` on the same prompts", "walked": "the walk of training"}
+    told = " and ".join(f"{parity[key]:.3f} by {name}" for key, name in names.items() if key in parity)
+    same = f"; {parity['agreeing']} prompts agree step for step" if "agreeing" in parity else ""
+    return f"\n\nParity: {told} (apart by {parity['difference']:+.3f} ± {parity['interval']:.3f}{same})."
+
+
+def _engine(engine: Metrics) -> str:
+    """Who measured, on what."""
+    version = engine.get("version") or engine.get("torch")
+    threads = f", {engine['threads']} threads" if "threads" in engine else ""
+    return f"{engine['engine']} {version}, {engine.get('device', 'device untold')}{threads}, {engine.get('dtype')}"
 
 
 def _bench(bench: Metrics) -> str:
@@ -234,6 +261,5 @@ def _data(metrics: Metrics) -> str:
     return (
         f"## Data\n\n{markdown(('corpus', 'samples', 'tokens', 'supervised', 'dropped'), rows)}\n\n"
         f"Hidden states: {hidden['bytes_per_token']:,} bytes a token; a sample extracted again alone differs by "
-        f"{hidden['recheck_difference']:.2%} at most. "
-        f"Not measured here: concurrency above 1 and a served engine."
+        f"{hidden['recheck_difference']:.2%} at most. Not measured here: concurrency above 1."
     )

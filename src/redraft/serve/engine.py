@@ -1,7 +1,11 @@
 """The interface of an engine: what serves a target, with or without a drafter. Probe and bench know only this."""
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any, Protocol, TypeVar
 
 from redraft.serve.acceptance import Acceptance
 
@@ -19,9 +23,21 @@ class Generation:
     finish: str
     """`stop` (end of turn) or `length`."""
     accepted: list[int] = field(default_factory=list)
-    """Drafts accepted in each verify step; a last step that was cut short is left out."""
+    """Drafts accepted in each verify step, a last one that was cut short left out if the engine tells which it was.
+
+    In ascending order if the engine does not tell their order, empty if it tells only their sum.
+    """
     verify_steps: int = 0
     """Verify steps, a last one that was cut short included."""
+    right: int = 0
+    """Drafts that were right in all `verify_steps`; in a step that was cut short, what the cut left out as well."""
+    cached_tokens: int = 0
+    """Prompt tokens whose states the engine had from before."""
+
+    def every_step(self) -> list[int]:
+        """Drafts right in each verify step, the one that was cut short included: what SGLang counts."""
+        missing = self.verify_steps - len(self.accepted)
+        return [*self.accepted, self.right - sum(self.accepted)] if missing == 1 else self.accepted
 
 
 @dataclass(frozen=True)
@@ -31,7 +47,7 @@ class Margin:
     gap: float
     """Logit of the one minus logit of the other, in a forward of one token."""
     shape_noise: float
-    """Largest change of any logit at that position when it is computed in a forward of several tokens."""
+    """Change of a logit (torch: the largest one, a server: of the gap) in a forward of several tokens."""
 
 
 class Engine(Protocol):
@@ -60,3 +76,22 @@ class Engine(Protocol):
 
     def stop(self) -> None:
         """End serving and give the memory back."""
+
+
+_Engine = TypeVar("_Engine", bound=Engine)
+
+
+@contextmanager
+def serving(engine: _Engine) -> Iterator[_Engine]:
+    """A started engine that is stopped whatever happens, an interrupt or SIGTERM included."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        engine.start()
+        yield engine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        engine.stop()

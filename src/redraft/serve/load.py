@@ -5,7 +5,7 @@ from typing import Any
 
 from redraft.progress import progress
 from redraft.serve.acceptance import Acceptance
-from redraft.serve.engine import Engine, Generation
+from redraft.serve.engine import Engine, Generation, serving
 
 WARM_UP_TOKENS = 8
 MIN_RATIO = 1.05
@@ -28,6 +28,20 @@ def interleave(
         turn = number % len(order)
         for steps in order[turn:] + order[:turn]:
             answers[steps].append(engines[steps].generate(prompt, max_new_tokens))
+    return answers
+
+
+def in_turn(
+    engines: Mapping[int, Engine], prompts: Sequence[list[int]], max_new_tokens: int
+) -> dict[int, list[Generation]]:
+    """Answer every prompt with every engine, one engine after the other, each warmed up as `interleave` does."""
+    answers = {}
+    for steps, engine in engines.items():
+        with serving(engine):
+            for prompt in prompts[:2]:
+                engine.generate(prompt, WARM_UP_TOKENS)
+            bar = progress(prompts, f"bench, {steps or 'not'} drafted", "prompt")
+            answers[steps] = [engine.generate(prompt, max_new_tokens) for prompt in bar]
     return answers
 
 

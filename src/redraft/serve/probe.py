@@ -1,12 +1,13 @@
 """Probe: is the drafter served as it was trained, and does speculation leave the output as it was?"""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from redraft.errors import RedraftError
 from redraft.progress import progress
-from redraft.serve.engine import Engine, Generation
+from redraft.serve.engine import Engine, Generation, Margin, serving
 
 NEAR_TIE = 1e-3
 """Logits nearer than this are a tie in float32: rounding may pick either token."""
@@ -42,14 +43,20 @@ class Comparison:
         return rows
 
 
+def answer(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int, title: str) -> list[Generation]:
+    """Answer `prompts` one after the other."""
+    return [engine.generate(prompt, max_new_tokens) for prompt in progress(prompts, title, "prompt")]
+
+
 def compare(
-    plain: Engine, speculative: Engine, prompts: Sequence[list[int]], max_new_tokens: int, title: str
+    prompts: Sequence[list[int]],
+    plain: Sequence[Generation],
+    speculative: Sequence[Generation],
+    margin: Callable[[list[int], int, int], Margin],
 ) -> Comparison:
-    """Answer `prompts` with both engines, and explain the first token at which two answers part."""
+    """Explain the first token at which two answers part; `margin` compares two tokens after a prefix."""
     result = Comparison()
-    for number, prompt in enumerate(progress(prompts, title, "prompt")):
-        one = plain.generate(prompt, max_new_tokens)
-        two = speculative.generate(prompt, max_new_tokens)
+    for number, (prompt, one, two) in enumerate(zip(prompts, plain, speculative, strict=True)):
         result.answers.append((prompt, one, two))
         result.prompts += 1
         pairs = zip(one.ids, two.ids, strict=False)
@@ -65,15 +72,46 @@ def compare(
             )
             continue
         first, second = one.ids[part], two.ids[part]
-        margin = plain.margin([*prompt, *one.ids[:part]], first, second, speculative.spec_steps + 1)
-        if abs(margin.gap) <= NEAR_TIE:
+        found = margin([*prompt, *one.ids[:part]], first, second)
+        if abs(found.gap) <= NEAR_TIE:
             result.ties += 1
         else:
             result.different.append(
                 {"prompt": number, "position": part, "tokens": [first, second]}
-                | {"gap": round(abs(margin.gap), 5), "shape_noise": round(margin.shape_noise, 5)}
+                | {"gap": round(abs(found.gap), 5), "shape_noise": round(found.shape_noise, 5)}
             )
     return result
+
+
+def serve_both(
+    engines: Mapping[int, Engine], prompts: Sequence[list[int]], max_new_tokens: int, title: str
+) -> Comparison:
+    """Answer `prompts` without speculation, then with it, one engine at a time, and compare.
+
+    Args:
+        engines: by drafted tokens, not started; without a 0 the answers are not compared.
+        prompts: token ids.
+        max_new_tokens: of each answer.
+        title: of the progress bars.
+    """
+    (steps,) = (number for number in engines if number)
+    answers: dict[int, list[Generation]] = {}
+    for number in sorted(engines):
+        with serving(engines[number]) as engine:
+            answers[number] = answer(engine, prompts, max_new_tokens, f"{title}, {number or 'not'} drafted")
+    if 0 not in engines:
+        result = Comparison(prompts=len(prompts))
+        result.answers = [(prompt, given, given) for prompt, given in zip(prompts, answers[steps], strict=True)]
+        return result
+    with ExitStack() as stack:
+        started: list[Engine] = []
+
+        def margin(prefix: list[int], first: int, second: int) -> Margin:
+            if not started:  # only outputs that part need it again
+                started.append(stack.enter_context(serving(engines[0])))
+            return started[0].margin(prefix, first, second, steps + 1)
+
+        return compare(prompts, answers[0], answers[steps], margin)
 
 
 def require_lossless(comparison: Comparison) -> None:

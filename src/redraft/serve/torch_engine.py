@@ -94,7 +94,7 @@ class TorchEngine:
         began = time.perf_counter()
         cache = offline_transformers().DynamicCache(config=self.target.config)
         accepted: list[int] = []
-        rounds = 0
+        rounds = correct = 0
         with self.target.capture(self.target.aux_layers if self.draft else ()) as captured:
             known = [*prompt, int(self._forward(prompt, cache, 1)[0])]
             first = time.perf_counter() - began
@@ -111,7 +111,7 @@ class TorchEngine:
                 right = 0
                 while right < len(drafts) and drafts[right] == chosen[right]:
                     right += 1
-                rounds += 1
+                rounds, correct = rounds + 1, correct + right
                 if drafts:
                     cache.crop(right - len(drafts))
                 new = chosen[: right + 1]
@@ -122,9 +122,9 @@ class TorchEngine:
                     accepted.append(right)
         self._counted.add(accepted)
         finish = "stop" if known[-1] in self.stop_ids else "length"
-        return Generation(
-            known[len(prompt) :], time.perf_counter() - began, first, finish, accepted, rounds if self.draft else 0
-        )
+        seconds = time.perf_counter() - began
+        rounds = rounds if self.draft else 0
+        return Generation(known[len(prompt) :], seconds, first, finish, accepted, rounds, correct)
 
     @torch.inference_mode()
     def margin(self, prefix: list[int], first: int, second: int, width: int) -> Margin:

@@ -5,6 +5,7 @@ Aux layers are written down as *inputs of layers*: state `i` is the residual str
 (0-based), which is `hidden_states[i]` in transformers and the output of layer `i - 1`.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from redraft.device import compute_device
 from redraft.errors import RedraftError
 from redraft.target.hf import offline_transformers
-from redraft.target.sources import weights_folder
+from redraft.target.sources import RECORD, weights_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -217,6 +218,16 @@ def read_ends(folder: Path) -> Ends:
             found=f"embedding {list(embed.shape)}, head {list(head.shape)}",
         )
     return Ends(embed, head, _read(weights, shards, f"{stem}norm.weight"))
+
+
+def target_hash(folder: Path) -> str:
+    """Identity of a target without reading its terabyte: source, configuration, file sizes and final norm."""
+    record = json.loads((folder / RECORD).read_text())
+    record = {name: record[name] for name in ("source", "revision")}
+    sizes = sorted((file.name, file.stat().st_size) for file in weights_folder(folder).glob("*.safetensors"))
+    norm = read_ends(folder).norm.float().numpy().tobytes()
+    identity = [record, (folder / "config.json").read_text(), sizes, hashlib.sha256(norm).hexdigest()]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
 def _tied(folder: Path) -> bool:

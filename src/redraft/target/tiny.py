@@ -6,6 +6,7 @@ head_dim 32 (what SGLang and vLLM accept), and answers that a drafter can learn 
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -70,8 +71,14 @@ def chats(subject: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def fit_tiny(out: Path, seed: int = 0) -> None:
-    """Fit the tiny target and save it with its tokenizer to the folder `out`."""
+def fit_tiny(out: Path, seed: int = 0, config: Any = None) -> None:
+    """Fit the tiny target and save it with its tokenizer to the folder `out`.
+
+    Args:
+        out: folder to write.
+        seed: of weights and batches.
+        config: a transformers configuration with `vocab_size` `VOCAB`; `tiny_llama()` if None.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     transformers = offline_transformers()
@@ -89,21 +96,7 @@ def fit_tiny(out: Path, seed: int = 0) -> None:
     tokenizer.chat_template = TEMPLATE
 
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = transformers.AutoModelForCausalLM.from_config(config or tiny_llama())
     rows = [_row(tokenizer, question, answer) for subject in _HABITS for question, answer in chats(subject)]
     length = max(map(len, rows))
     ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
@@ -127,3 +120,22 @@ def _row(tokenizer: object, question: str, answer: str) -> list[int]:
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     text = tokenizer.apply_chat_template(messages, tokenize=False)  # type: ignore[attr-defined]
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[operator]
+
+
+def tiny_llama(**fields: Any) -> Any:
+    """The configuration of profile `tiny`'s target, with `fields` in place of its own."""
+    own = {
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    return offline_transformers().LlamaConfig(**{**own, **fields})

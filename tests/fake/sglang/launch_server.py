@@ -1,0 +1,109 @@
+"""A server that answers as SGLang 0.5.23 does, or fails as FAKE says: what the tests of faults start instead of it.
+
+Answers count up from the last prompt token; a speculating server accepts 1 draft in every verify step.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+FAKE = os.environ.get("FAKE", "")
+WORDS = sys.argv[1:]
+FLAGS = {WORDS[at].removeprefix("--").replace("-", "_"): WORDS[at + 1] for at in range(0, len(WORDS) - 1, 2)}
+STEPS = int(FLAGS.get("speculative_num_steps", 0))
+DEATHS = {
+    "unknown model": "ValueError: The checkpoint you are trying to load has model type `odd` but Transformers does not "
+    "recognize this architecture.\nTraceback (most recent call last):\nRuntimeError: a child process died",
+    "backend": "ValueError: EAGLE is not supported in attention backend torch_native\nRuntimeError: died",
+    "memory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\nKilled",
+    "weights": "AssertionError: Attempted to load weight (torch.Size([8, 8])) into parameter (torch.Size([8, 4]))\nbye",
+    "context": "ValueError: Warning: Target model's context_length (8192) is greater than the derived context_length "
+    "(2048).\nbye",
+}
+served = 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def reply(self, status: int, body: Any) -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/health"):
+            return self.reply(503 if FAKE == "never ready" else 200, b"")
+        if self.path != "/server_info":
+            return self.reply(404, b"")
+        info: dict[str, Any] = {"version": "0.5.23", "dtype": "float32", "device": "cpu", **FLAGS}
+        numbers = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        info |= {name: int(FLAGS[name]) for name in numbers if name in FLAGS}
+        info.setdefault("speculative_algorithm", None)
+        if FAKE == "corrected" and STEPS:
+            info["speculative_num_steps"] = 2
+        if FAKE == "eagle" and STEPS:
+            info["speculative_algorithm"] = "EAGLE"
+        return self.reply(200, info)
+
+    def do_POST(self) -> None:
+        global served
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
+        if self.path == "/flush_cache":
+            return self.reply(200, b"Cache flushed.\n")
+        served += 1
+        if served > 2 and FAKE in ("dies", "hangs", "500", "malformed", "dropped"):
+            if FAKE == "dies":
+                print("Scheduler hit an exception: RuntimeError: CUDA error: illegal memory access\nbye", flush=True)
+                os._exit(17)
+            if FAKE == "hangs":
+                time.sleep(3600)
+            if FAKE == "500":
+                return self.reply(500, {"error": {"message": "internal"}})
+            if FAKE == "malformed":
+                return self.reply(200, b'data: {"meta_info": \n\n')
+        return self.answer(body["input_ids"], body["sampling_params"]["max_new_tokens"])
+
+    def answer(self, prompt: list[int], tokens: int) -> None:
+        ids = [prompt[-1] + 1 + place for place in range(tokens)]
+        meta: dict[str, Any] = {"finish_reason": {"type": "length", "length": tokens}, "completion_tokens": tokens}
+        if FAKE == "changes the output" and STEPS and served > 2:
+            ids[3] += 1
+        rounds = tokens // 2
+        if STEPS and not (FAKE == "no counters" and served > 2):
+            histogram = [0, rounds] + [0] * (STEPS - 1) if FAKE != "accepts nothing" else [rounds, 0]
+            meta |= {"spec_verify_ct": rounds, "spec_num_correct_drafts": histogram[1]}
+            meta |= {"spec_correct_drafts_histogram": histogram}
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        half = {"output_ids": ids[: tokens // 2], "meta_info": {"finish_reason": None}}
+        self.wfile.write(f"data: {json.dumps(half)}\n\n".encode())
+        if FAKE == "dropped" and served > 2:
+            self.connection.close()
+            return
+        self.wfile.write(f"data: {json.dumps({'output_ids': ids, 'meta_info': meta})}\n\ndata: [DONE]\n\n".encode())
+
+
+def main() -> None:
+    print("loading", flush=True)
+    if FAKE in DEATHS:
+        print(DEATHS[FAKE], flush=True)
+        sys.exit(1)
+    # a server has children that outlive it if only it is ended
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)", FLAGS["port"]])
+    ThreadingHTTPServer((FLAGS["host"], int(FLAGS["port"])), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""The engine `sglang` against a process that answers, or fails, as a server does (cases C19, C20, C23)."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from redraft.errors import RedraftError
+from redraft.params import EngineParams
+from redraft.serve import process
+from redraft.serve.engine import serving
+from redraft.serve.process import explain
+from redraft.serve.sglang import SGLangEngine, installed_version, read_counters
+
+FAKE = Path(__file__).parent / "fake"
+CAPTURES = Path(__file__).parent / "captures"
+PROMPTS = [[5, 6, 7], [9, 9], [40, 2]]
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A word in the environment of every process that the test starts."""
+    word = uuid.uuid4().hex
+    monkeypatch.setenv("REDRAFT_TEST_MARK", word)
+    monkeypatch.setenv("PYTHONPATH", str(FAKE))
+    return word
+
+
+def left(mark: str) -> list[str]:
+    """Command lines of the processes that carry `mark`, but for this one."""
+    found = []
+    for each in psutil.process_iter():
+        try:
+            if each.pid != os.getpid() and each.environ().get("REDRAFT_TEST_MARK") == mark:
+                found.append(" ".join(each.cmdline()))
+        except psutil.Error:
+            continue
+    return found
+
+
+def params(**changes: Any) -> EngineParams:
+    fields: dict[str, Any] = {
+        "python": sys.executable, "max_running": 2, "topk": 1, "ready_seconds": 20, "request_seconds": 2,
+        "flags": {}, "speculative": {}, "env": {},
+    }  # fmt: skip
+    return EngineParams(**{**fields, **changes})
+
+
+def engine(folder: Path, steps: int = 0, **changes: Any) -> SGLangEngine:
+    target, drafter = folder / "target", folder / "drafter"
+    target.mkdir(exist_ok=True)
+    drafter.mkdir(exist_ok=True)
+    draft = drafter if steps else None
+    return SGLangEngine(params(**changes), target, draft, steps, frozenset([2]), 64, folder / "logs")
+
+
+def test_a_server_is_started_asked_and_ended(tmp_path: Path, mark: str) -> None:
+    with serving(engine(tmp_path, 3)) as server:
+        assert len(left(mark)) == 2  # the server and a child of it
+        answers = [server.generate(prompt, 10) for prompt in PROMPTS]
+        described = server.describe()
+    assert left(mark) == []
+    assert answers[0].ids == list(range(8, 18))
+    assert (answers[0].accepted, answers[0].verify_steps, answers[0].right) == ([1] * 5, 5, 5)
+    assert 0 < answers[0].first_token_seconds <= answers[0].seconds
+    assert server.acceptance().metrics()["accept_length"] == 2.0
+    assert described["version"] == "0.5.23"
+    assert described["speculative_num_draft_tokens"] == 4
+    command = " ".join(described["command"])
+    for words in ("--speculative-algorithm EAGLE3", "--speculative-eagle-topk 1", "--max-running-requests 2",
+                  "--context-length 64", "--host 127.0.0.1"):  # fmt: skip
+        assert words in command
+
+
+def test_flags_and_environment_of_the_profile_reach_the_server(tmp_path: Path) -> None:
+    flags = {"tp-size": 8, "trust-remote-code": True, "enable-metrics": False, "context-length": 32}
+    backend = {"speculative-draft-attention-backend": "fa3"}  # case C19
+    plain, draft = (engine(tmp_path, steps, flags=flags, speculative=backend).command(30000) for steps in (0, 2))
+    assert "--trust-remote-code" in plain
+    assert "--enable-metrics" not in plain
+    assert plain[plain.index("--context-length") + 1] == "32"
+    assert plain.count("--context-length") == 1
+    assert "--speculative-draft-attention-backend" not in plain
+    assert draft[draft.index("--speculative-draft-attention-backend") + 1] == "fa3"
+    assert [word for word in plain if word not in draft] == []
+
+
+@pytest.mark.parametrize(
+    ("fake", "told"),
+    [
+        ("never ready", "did not become ready"),
+        ("unknown model", "unknown model type: ValueError: The checkpoint you are trying to load has model type `odd`"),
+        ("backend", "backend: ValueError: EAGLE is not supported in attention backend torch_native"),
+        ("memory", "out of memory: torch.OutOfMemoryError"),
+        ("weights", "weights: AssertionError: Attempted to load weight"),
+        ("context", "context: ValueError: Warning: Target model's context_length"),
+        ("dies", "died while it served"),
+        ("hangs", "timed out"),
+        ("500", "HTTP 500"),
+        ("malformed", "not JSON"),
+        ("dropped", "broke off an answer"),
+        ("no counters", "has no counters"),
+        ("corrected", "other settings than asked"),
+        ("eagle", "EAGLE is not EAGLE3"),
+    ],
+)
+def test_every_fault_is_one_error_and_leaves_no_process(
+    fake: str, told: str, tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE", fake)
+    seconds = 2 if fake == "never ready" else 20
+    server = engine(tmp_path, 3, ready_seconds=seconds)
+    with pytest.raises(RedraftError, match="(?s)" + told) as caught, serving(server):
+        [server.generate(prompt, 10) for prompt in PROMPTS]
+    assert left(mark) == []
+    text = str(caught.value)
+    assert text.count("Traceback") <= 1  # the server's own, in the log's last lines
+    if fake in ("unknown model", "backend", "memory", "weights", "context"):
+        assert "exit code 1" in text
+        assert "last lines of its log" in text
+        assert "sglang.launch_server" in text
+    if fake == "dies":
+        assert "exit code 17" in text
+        assert "illegal memory access" in text
+
+
+def test_a_death_is_explained_by_its_cause_and_at_most_50_lines(
+    tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = "\n".join([f"line {n}" for n in range(200)])
+    script = f"print({log!r}); print('KeyError: odd'); print('RuntimeError: a child died'); raise SystemExit(3)"
+    server = process.ServerProcess([sys.executable, "-c", script], {}, tmp_path / "log")
+    with pytest.raises(RedraftError, match="exit code 3; other: KeyError: odd") as caught:
+        server.wait(lambda: False, 10)
+    assert str(caught.value).count("    | ") == 50
+    assert left(mark) == []
+
+
+@given(st.text(max_size=400))
+def test_any_log_is_explained(log: str) -> None:
+    name, line, _ = explain(log)
+    assert name
+    assert len(line) <= 320
+
+
+def test_a_port_in_use_is_told_at_once(tmp_path: Path, mark: str) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        began = time.monotonic()
+        with pytest.raises(RedraftError, match="port is in use"):
+            engine(tmp_path, port=port).start()
+    assert time.monotonic() - began < 2
+    assert left(mark) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "topk", "tokens"), [(4, 1, 24), (2, 1, 2), (3, 1, 3), (3, 4, 1), (1, 2, 9)]
+)  # the first two: case C20
+def test_settings_that_sglang_would_correct_are_refused(steps: int, topk: int, tokens: int, tmp_path: Path) -> None:
+    with pytest.raises(RedraftError, match="do not fit each other"):
+        engine(tmp_path, steps, topk=topk, draft_tokens=tokens)
+
+
+def test_a_flag_that_the_engine_decides_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RedraftError, match="speculative-num-steps"):
+        engine(tmp_path, 3, speculative={"speculative-num-steps": 5})
+
+
+def test_an_interpreter_without_sglang_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    for python in (sys.executable, str(tmp_path / "none")):
+        with pytest.raises(RedraftError, match="no SGLang in the interpreter"):
+            installed_version(python)
+
+
+def test_a_joined_server_goes_on(tmp_path: Path, mark: str) -> None:
+    with serving(engine(tmp_path)) as launched:
+        joined = engine(tmp_path, baseline_url=launched._base)
+        with serving(joined) as server:
+            assert server.generate([5], 4).ids == [6, 7, 8, 9]
+        assert launched.generate([5], 4).ids == [6, 7, 8, 9]
+        with (
+            pytest.raises(RedraftError, match="other settings than asked"),
+            serving(engine(tmp_path, 3, url=launched._base)),
+        ):
+            pass  # it does not speculate
+    assert left(mark) == []
+    with pytest.raises(RedraftError, match="does not answer"):
+        engine(tmp_path, baseline_url="http://127.0.0.1:9").start()
+
+
+# --- counters
+
+
+RELEASES = {
+    "0.5.5": ("", ""),
+    "0.5.6": ("spec_accept_token_num", ""),
+    "0.5.9": ("spec_accept_token_num", "spec_accept_histogram"),
+    "0.5.11": ("spec_accepted_drafts", "spec_accept_histogram"),
+    "0.5.23": ("spec_num_correct_drafts", "spec_correct_drafts_histogram"),
+}
+
+
+@given(st.sampled_from(sorted(RELEASES)), st.lists(st.integers(0, 300), min_size=2, max_size=7))
+def test_counters_of_every_release_give_the_same(release: str, histogram: list[int]) -> None:
+    steps, right = sum(histogram), sum(count * number for number, count in enumerate(histogram))
+    drafted = len(histogram) - 1
+    correct, spread = RELEASES[release]
+    meta: dict[str, Any] = {"spec_verify_ct": steps, "spec_accept_length": 1.5}
+    meta["spec_accept_rate"] = right / (steps * drafted) if steps else 0.0
+    meta |= {correct: right} if correct else {}
+    meta |= {spread: histogram} if spread else {}
+    if not steps and not correct:
+        return
+    assert read_counters(meta, drafted, "test") == (steps, right, histogram if spread else None)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {},
+        {"spec_verify_ct": 10},  # 0.5.3 and before
+        {"spec_num_correct_drafts": 10},
+        {"spec_verify_ct": 4, "spec_num_correct_drafts": 3, "spec_correct_drafts_histogram": [4]},
+        {"spec_verify_ct": 4, "spec_num_correct_drafts": 5, "spec_correct_drafts_histogram": [3, 0, 0, 0, 0, 1]},
+    ],
+)
+def test_a_reply_without_whole_counters_is_refused(meta: dict[str, Any]) -> None:
+    with pytest.raises(RedraftError, match="counters"):
+        read_counters(meta, 3, "test")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("eagle3", (13, 34, [1, 1, 0, 11])),
+        ("eagle3_tree", (13, 36, [1, 0, 0, 12])),
+        ("eagle3_random_draft", (47, 0, [47, 0, 0, 0])),
+    ],
+)
+def test_captured_replies(name: str, expected: tuple[int, int, list[int]]) -> None:
+    meta = json.loads((CAPTURES / f"sglang-0.5.23-{name}.json").read_text())["meta_info"]
+    assert read_counters(meta, 3, "test") == expected
+
+
+# --- the stage
+
+
+def stage(project: Path, fake: str) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "FAKE": fake, "MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
+    command = [sys.executable, "stages/probe.py"]
+    with subprocess.Popen(command, cwd=project, env=environment, text=True, stderr=subprocess.PIPE) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("fake", "told"), [("dies", "died while it served"), ("no counters", "has no counters")])
+def test_a_failed_probe_leaves_no_metrics_and_no_process(fake: str, told: str, project: Path, mark: str) -> None:
+    for running in stage(project, fake):
+        _, errors = running.communicate(timeout=300)
+    assert running.returncode == 1
+    assert told in errors
+    assert "Traceback (most recent call last)" not in errors
+    assert not (project / "metrics").exists()
+    assert not (project / "artifacts/samples.txt").exists()
+    assert left(mark) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_probe_ends_its_server(number: int, code: int, project: Path, mark: str) -> None:
+    for running in stage(project, "never ready"):
+        end = time.monotonic() + 120
+        while len(left(mark)) < 3 and time.monotonic() < end:
+            time.sleep(0.2)
+        running.send_signal(number)
+        running.communicate(timeout=60)
+    assert running.returncode == code
+    assert left(mark) == []
+    assert not (project / "metrics").exists()
