@@ -109,8 +109,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_project(tmp_path_factory.mktemp("project"))
 
 
-def make_project(folder: Path, config: object = None) -> Path:
-    """A target (by default a Llama whose layers differ much), a drafter of it, prompts, and a profile named `tiny`."""
+def make_project(folder: Path, config: object = None, python: str = sys.executable, **fields: object) -> Path:
+    """A target (by default a Llama whose layers differ much), a drafter of it, prompts, and a profile named `tiny`.
+
+    `fields` are added to the target's config.json.
+    """
     from redraft.drafter.checkpoint import write_checkpoint
     from redraft.hidden.corpus import tokenize_file, write_corpus
     from redraft.params import Profile, load_yaml
@@ -118,11 +121,13 @@ def make_project(folder: Path, config: object = None) -> Path:
     from redraft.target.tiny import fit_tiny, tiny_llama
     from redraft.train.donor import train_donor
 
-    text = (ROOT / "profiles/tiny.yaml").read_text().replace(".engines/sglang/bin/python", sys.executable)
+    text = (ROOT / "profiles/tiny.yaml").read_text().replace(".engines/sglang/bin/python", python)
     text = text.replace("slots: 400", "slots: 200").replace("force_bytes: true", "force_bytes: false")
     text = text.replace("epochs: 6", "epochs: 40")
     artifacts = folder / "artifacts"
     fit_tiny(artifacts / "target", config=config or tiny_llama(initializer_range=0.2))
+    path = artifacts / "target/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
     (artifacts / "target/target.json").write_text(json.dumps({"source": "test", "revision": None, "weights": "."}))
     profile = Profile.model_validate(load_yaml(text))
     tokenizer = load_tokenizer(artifacts / "target")

@@ -373,6 +373,14 @@ class Config(_Section):
         return FitParams(**knobs, **sized)
 
 
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries to dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 _Model = TypeVar("_Model", bound=BaseModel)
 
 

@@ -20,7 +20,7 @@ from filelock import FileLock
 
 from redraft.journal import KILLED, NOT_DECISIVE, Journal, Row, home, read
 from redraft.launch import is_main
-from redraft.params import Config
+from redraft.params import Config, flatten
 
 PARENT_TAG = "pipeline.run"
 JOURNAL_TAG = "redraft.journal"
@@ -32,14 +32,6 @@ SEND_SECONDS = 30.0
 def tracking_uri() -> str:
     """`$MLFLOW_TRACKING_URI`, else SQLite in the `.store` folder of the main workspace."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home() / 'mlflow.db'}"
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries to dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _git(*arguments: str) -> str:

@@ -97,8 +97,11 @@ def diagnose(served: Counts, replay: Replay, donor: Mapping | None) -> tuple[lis
 
     near = sorted(tried, key=nearness, reverse=True)
     rows = [f"    {name}: {agreed[name]} of {len(served)} prompts agree; {_told(tried[name])}" for name in near]
-    named = [name for name in near if agreed[name] >= max(1, len(served) / 2)]
-    return [name for name in named if agreed[name] == agreed[named[0]]], "\n".join(rows)
+    best = near[0]
+    explained = agreed[best] >= max(1, len(served) / 2)
+    # two faults that accept the same cannot be told apart by what was served
+    named = [name for name in near if (tried[name] == tried[best]).all()] if explained else []
+    return named, "\n".join(rows)
 
 
 def _shares(found: Counts) -> np.ndarray:

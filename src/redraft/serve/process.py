@@ -47,6 +47,11 @@ DEATHS = (
         "redraft lint CKPT --target T",
     ),
     (
+        "vocabulary",
+        r"index out of range in self|device-side assert|indexSelectSmallIndex",
+        "a token id past the vocabulary: redraft lint CKPT --target T (d2t may hold ids in place of offsets)",
+    ),
+    (
         "out of memory",
         r"[Oo]ut of memory|OutOfMemory|CUDA OOM|Not enough memory|[Cc]annot allocate memory|can't allocate memory"
         r"|std::bad_alloc|MemoryError",

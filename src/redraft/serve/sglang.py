@@ -130,7 +130,7 @@ class SGLangEngine:
 
     def __post_init__(self) -> None:
         assert (self.spec_steps > 0) == (self.drafter is not None)
-        self._counted = Acceptance(self.spec_steps)
+        self._counted, self._base = Acceptance(self.spec_steps), (self.url or "").rstrip("/")
         self._session = requests.Session()
         self._session.trust_env = False  # a proxy of the environment is not for a server on this machine
         taken = OWN_FLAGS & {flag.removeprefix("--") for flag in (*self.params.flags, *self.params.speculative)}
@@ -196,7 +196,6 @@ class SGLangEngine:
         """Launch or join the server, wait until it generates, and check what it says of itself."""
         name = f"sglang-{self.spec_steps}" if self.spec_steps else "sglang-baseline"
         if self.url:
-            self._base = self.url.rstrip("/")
             if not self.ready():
                 self._fail("The server does not answer.", "no 200 from /health_generate; give the URL of a running one")
         else:

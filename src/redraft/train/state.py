@@ -22,6 +22,7 @@ from torch import Tensor
 from redraft import atomic
 from redraft.errors import RedraftError
 from redraft.hidden.store import fingerprint, store_root
+from redraft.params import flatten
 
 Weights = dict[str, Tensor]
 BEST = "best.safetensors"
@@ -119,8 +120,8 @@ class State:
         others = sorted(self._home.glob("*/" + IDENTITY), key=lambda path: path.stat().st_mtime)
         if not others:
             return None
-        before = _flat(json.loads(others[-1].read_text()))
-        now = _flat(json.loads(json.dumps(self.identity)))
+        before = flatten(json.loads(others[-1].read_text()))
+        now = flatten(json.loads(json.dumps(self.identity)))
         names = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
         return ", ".join(f"{name} (was {before.get(name)}, now {now.get(name)})" for name in names)
 
@@ -166,10 +167,3 @@ def load(folder: Path) -> tuple[Progress, Weights | None]:
     """What `State.save` wrote besides the sharded part."""
     best = load_file(folder / BEST) if (folder / BEST).is_file() else None
     return Progress(**json.loads((folder / PROGRESS).read_text())), best
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
