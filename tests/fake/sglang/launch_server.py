@@ -3,6 +3,7 @@
 Answers count up from the last prompt token; a speculating server accepts 1 draft in every verify step.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -12,8 +13,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 FAKE = os.environ.get("FAKE", "")
-WORDS = sys.argv[1:]
-FLAGS = {WORDS[at].removeprefix("--").replace("-", "_"): WORDS[at + 1] for at in range(0, len(WORDS) - 1, 2)}
+WORDS = [*sys.argv[1:], "--"]
+FLAGS: dict[str, Any] = {
+    word.removeprefix("--").replace("-", "_"): True if value.startswith("--") else value
+    for word, value in itertools.pairwise(WORDS)
+    if word.startswith("--")
+}
 STEPS = int(FLAGS.get("speculative_num_steps", 0))
 DEATHS = {
     "unknown model": "ValueError: The checkpoint you are trying to load has model type `odd` but Transformers does not "
