@@ -1,11 +1,14 @@
-"""bench: is it faster? Baseline and speculation on the same prompts, interleaved."""
+"""bench: is it faster, where, and what would it take?"""
 
 from pathlib import Path
+from typing import Any
 
 from redraft.hidden.corpus import read_corpus
 from redraft.params import Config
-from redraft.serve.load import in_turn, interleave, summarize
-from redraft.serve.open import load_models, open_servers
+from redraft.serve.load import PLAIN, measure
+from redraft.serve.machine import machine
+from redraft.serve.open import open_arms
+from redraft.serve.verdict import require_ratios, summary
 from redraft.stage import Result, run
 
 TARGET, DRAFTER = Path("artifacts/target"), Path("artifacts/drafter")
@@ -15,18 +18,31 @@ def main(config: Config) -> Result:
     params = config.profile.bench
     heldout = read_corpus(Path("artifacts/corpus/heldout.safetensors"))
     first = config.profile.probe.prompts  # other prompts than the probe's, where there are enough
-    prompts = [heldout.prompt((first + number) % len(heldout)) for number in range(params.prompts)]
-    numbers = (0, *params.spec_steps)
-    if config.params.engine == "torch":
-        engines = load_models(config, TARGET, DRAFTER, "bf16").engines(numbers)
-        answers = interleave(engines, prompts, params.max_new_tokens)
-    else:
-        engines = open_servers(config, TARGET, DRAFTER, numbers)
-        answers = in_turn(engines, prompts, params.max_new_tokens)
-    metrics = summarize(answers)
+    prompts = [heldout.prompt((first + at) % len(heldout)) for at in range(min(params.prompts, len(heldout)))]
+    alone = config.params.engine == "torch"
+    levels = [level for level in params.concurrency if level == 1 or not alone]
+    skipped = dict.fromkeys(set(params.concurrency) - set(levels), "the engine torch answers one request at a time")
+    arms, together = open_arms(config, TARGET, DRAFTER)
+    measured = measure(arms, prompts, params.max_new_tokens, levels, together=together)
+    steps = {name: arm.spec_steps for name, arm in arms.items()}
+    metrics = summary(measured, steps, params.max_new_tokens, skipped)
     print(metrics["verdict"])
-    headline = {"bench/ratio": metrics["ratio"], "bench/tokens_per_second": metrics["baseline"]["tokens_per_second"]}
-    return Result({**metrics, "engine": engines[0].describe()}, headline=headline)
+    require_ratios(metrics["levels"], params.min_ratio)
+    described = arms[PLAIN if PLAIN in arms else next(iter(arms))].describe()
+    return Result({**metrics, "engine": described, "machine": machine()}, headline=_headline(metrics["levels"]))
+
+
+def _headline(levels: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """The best arm's ratio and rate at every concurrency."""
+    figures: dict[str, float] = {}
+    for level, told in levels.items():
+        if told["best"] and told["word"] != "invalid":
+            row = told["rows"][told["best"]]
+            figures |= {
+                f"bench/ratio_at_{level}": row["ratio"],
+                f"bench/tokens_per_second_at_{level}": row["tokens_per_second"],
+            }
+    return figures
 
 
 if __name__ == "__main__":

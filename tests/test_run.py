@@ -99,7 +99,7 @@ def test_an_experiment_with_another_lr_reruns_train_and_what_follows(clone: Path
     for number, parent in parents.items():
         stages = {run.data.tags["stage"] for run in runs if run.data.tags.get("mlflow.parentRunId") == number}
         assert stages >= set(ran)
-        assert {"probe/accept_length", "bench/ratio", "train/accuracy"} <= parent.data.metrics.keys()
+        assert {"probe/accept_length", "bench/ratio_at_1", "train/accuracy"} <= parent.data.metrics.keys()
 
 
 def test_an_experiment_in_a_temporary_workspace_uses_the_store_of_the_main_one(clone: Path) -> None:
@@ -113,7 +113,7 @@ def test_an_experiment_in_a_temporary_workspace_uses_the_store_of_the_main_one(c
     experiment = client.get_experiment_by_name("redraft/tiny").experiment_id
     (parent,) = client.search_runs([experiment], f"tags.`pipeline.run` = '{name}'")
     assert parent.data.params["lr"] == "0.0003"
-    assert "bench/ratio" in parent.data.metrics
+    assert "bench/ratio_at_1" in parent.data.metrics
 
 
 def test_the_stage_starts_the_processes_that_the_profile_asks_for(clone: Path) -> None:

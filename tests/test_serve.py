@@ -1,4 +1,4 @@
-"""The torch engine as an oracle, the probe's comparison, and the bench's figures (cases C20, C22, C23)."""
+"""The torch engine as an oracle, and the probe's comparison (cases C20, C23)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,6 @@ from transformers import MistralConfig, MistralForCausalLM
 from redraft.errors import RedraftError
 from redraft.serve.acceptance import Acceptance
 from redraft.serve.engine import Generation, Margin
-from redraft.serve.load import interleave, summarize
 from redraft.serve.probe import Comparison, require_acceptance, require_lossless, serve_both
 from redraft.serve.torch_engine import TorchEngine
 from redraft.target.chat import load_tokenizer, stop_ids
@@ -176,34 +175,6 @@ def test_a_drafter_that_accepts_nothing_fails_the_probe() -> None:
     require_acceptance(1.5, 1.05)
     with pytest.raises(RedraftError, match="next to nothing"):
         require_acceptance(1.02, 1.05)
-
-
-def test_the_bench_takes_turns_and_computes_its_figures() -> None:
-    plain = Scripted([answer(list(range(11)), seconds=1.1, first=0.1)])
-    draft = Scripted([answer(list(range(11)), seconds=0.7, first=0.1, accepted=[1, 1, 1, 1, 1])], spec_steps=2)
-    engines = {0: plain, 2: draft}
-    answers = interleave(engines, [[0], [1], [2]], 11)  # type: ignore[arg-type]
-    assert (len(answers[0]), len(answers[2])) == (3, 3)
-    found = summarize(answers)  # type: ignore[arg-type]
-    assert found["baseline"] == {
-        "tokens_per_second": 10.0,
-        "first_token_ms": 100.0,
-        "token_ms": 100.0,
-        "mean_tokens": 11,
-    }
-    row = found["spec_steps"]["2"]
-    assert row["ratio"] == pytest.approx(1.1 / 0.7, abs=1e-4)
-    assert (row["accept_length"], row["cycle_ms"], row["break_even"]) == (2.0, 120.0, 1.2)
-    assert found["verdict"].startswith("ship")
-
-
-@pytest.mark.parametrize(("seconds", "word"), [(0.7, "ship"), (1.08, "unclear"), (1.4, "no: slower")])
-def test_a_ratio_below_one_is_told_as_plainly(seconds: float, word: str) -> None:
-    plain = Scripted([answer([1] * 11, seconds=1.1)])
-    draft = Scripted([answer([1] * 11, seconds=seconds, accepted=[1] * 5)], spec_steps=2)
-    engines = {0: plain, 2: draft}
-    found = summarize(interleave(engines, [[0]], 11))  # type: ignore[arg-type]
-    assert found["verdict"].startswith(word)
 
 
 def test_a_sliding_window_keeps_what_a_rejected_draft_pushed_out(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from redraft import atomic
 from redraft.errors import RedraftError
@@ -195,6 +195,40 @@ def _lint(arguments: argparse.Namespace) -> None:
         sys.exit(1)
 
 
+def _compare(arguments: argparse.Namespace) -> None:
+    from redraft.report.bench import name
+    from redraft.report.tables import markdown
+    from redraft.serve.machine import require_same
+
+    one, two = (read_bench(path) for path in (arguments.a, arguments.b))
+    require_same(one, two, f"{arguments.a}, {arguments.b}")
+    rows = []
+    for level in sorted(one["levels"].keys() & two["levels"].keys(), key=int):
+        first, second = (each["levels"][level] for each in (one, two))
+        if "invalid" in (first["word"], second["word"]):
+            rows.append((level, "invalid", "", "", ""))
+            continue
+        for arm in [arm for arm in first["rows"] if arm in second["rows"]]:
+            speeds = [each["rows"][arm]["tokens_per_second"] for each in (first, second)]
+            rows.append((level, name(arm), *(f"{speed:.1f}" for speed in speeds), f"{speeds[1] / speeds[0]:.2f}"))
+    print(markdown(("clients", "arm", "A, tokens/s", "B, tokens/s", "B / A"), rows))
+
+
+def read_bench(path: Path) -> dict[str, Any]:
+    """The metrics of a bench.
+
+    Raises:
+        RedraftError: no such file, or not of this form.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RedraftError("The bench cannot be read.", where=path, found=error) from error
+    if not isinstance(found, dict) or not {"levels", "machine", "engine"} <= found.keys():
+        raise RedraftError("This is no bench.", where=path, expected="metrics/bench.json with levels, machine, engine")
+    return found
+
+
 def _publish(arguments: argparse.Namespace) -> None:
     from redraft.journal import journals, read
     from redraft.track import send, tracking_uri
@@ -289,6 +323,10 @@ def _parser() -> argparse.ArgumentParser:
             "--context-length", type=int, help="tokens that the server is started for (default: the target's)"
         )
     export.set_defaults(run=_export)
+    speeds = commands.add_parser("compare", help="compare the speeds of two benches of one machine and engine")
+    speeds.add_argument("a", metavar="A", type=Path, help="metrics/bench.json of one run")
+    speeds.add_argument("b", metavar="B", type=Path, help="and of another")
+    speeds.set_defaults(run=_compare)
     publish = commands.add_parser("publish", help="send to MLflow what a missing tracking server did not take")
     publish.set_defaults(run=_publish)
     return parser

@@ -292,8 +292,16 @@ class BenchParams(_Section):
     """Held-out prompts, other than the probe's where there are enough."""
     max_new_tokens: Positive
     """Tokens of each answer."""
+    concurrency: tuple[Positive, ...]
+    """Numbers of clients to measure with; `torch` answers one at a time."""
     spec_steps: tuple[Positive, ...]
-    """Numbers of drafted tokens to try."""
+    """Numbers of drafted tokens to try, as a chain."""
+    trees: tuple[tuple[Positive, Positive, Positive], ...]
+    """Draft trees to try as well, on a server: steps, topk, draft tokens."""
+    compare: tuple[str, ...]
+    """Folders of other drafters to measure beside this one: `artifacts/donor`, `artifacts/initial`, or any other."""
+    min_ratio: dict[Positive, float]
+    """By concurrency, the ratio over plain decoding below which the stage fails."""
 
 
 class Profile(_Section):

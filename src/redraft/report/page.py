@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.params import Params
+from redraft.report import bench
 from redraft.report.plots import bars, drift, lines, save_svg
 from redraft.report.tables import markdown
 
@@ -15,7 +16,7 @@ Metrics = dict[str, Any]
 
 def draw(folder: Path, metrics: Metrics, curves: dict[str, list[dict[str, float]]]) -> None:
     """Write the plots of the page to `folder`."""
-    remap, bench = metrics["remap"], metrics["bench"]
+    remap = metrics["remap"]
     first = {option: row["loss"] for option, row in remap["first_step"].items()}
     trained = {name: curves[name] for name in ("donor", "train") if curves[name]}
     step = ("step", "optimizer step")
@@ -31,13 +32,7 @@ def draw(folder: Path, metrics: Metrics, curves: dict[str, list[dict[str, float]
         ),
         "drift": drift(curves["drift"]),
         "acceptance": bars("Drafts accepted, by position", "share of verify steps", _accepted(metrics["probe"])),
-        "throughput": bars(
-            "Output tokens per second",
-            "tokens/s",
-            {"plain": bench["baseline"]["tokens_per_second"]}
-            | {f"{steps} drafted": row["tokens_per_second"] for steps, row in bench["spec_steps"].items()},
-            ("plain", bench["baseline"]["tokens_per_second"]),
-        ),
+        **bench.plots(metrics["bench"]),
     }
     for name, spec in plots.items():
         save_svg(folder / f"{name}.svg", spec)
@@ -55,7 +50,7 @@ def page(params: Params, metrics: Metrics) -> str:
         _first_step(params, metrics["remap"]),
         _training(params, metrics["train"], metrics["donor"], metrics["probe"]),
         _probe(params, metrics["probe"]),
-        _bench(metrics["bench"]),
+        bench.section(metrics["bench"], _figure, _engine(metrics["bench"]["engine"])),
         _data(metrics),
     ]
     return "\n\n".join(sections) + "\n"
@@ -66,13 +61,11 @@ def _figure(name: str, text: str) -> str:
 
 
 def _verdict(params: Params, metrics: Metrics) -> str:
-    bench, probe, train = metrics["bench"], metrics["probe"], metrics["train"]
-    where = _engine(bench["engine"])
+    measured, probe, train = metrics["bench"], metrics["probe"], metrics["train"]
     return (
-        f"**{bench['verdict']}** ({bench['best_spec_steps']} drafted tokens a step, "
-        f"concurrency {bench['concurrency']})\n\n"
+        f"**{measured['verdict']}**\n\n{bench.verdicts(measured)}\n\n"
         f"Profile `{params.profile}`, init `{params.init}`, lr {params.lr:g}, {params.epochs:g} epochs, "
-        f"seed {params.seed}. Measured on: {where}.\n\n"
+        f"seed {params.seed}. Measured on: {_engine(measured['engine'])}.\n\n"
         f"- {_lossless(probe)}\n"
         f"- Served accept length {probe['accept_length']:.2f} of at most {params.spec_steps + 1} "
         f"(bonus token included).\n"
@@ -217,40 +210,6 @@ def _engine(engine: Metrics) -> str:
     return f"{engine['engine']} {version}, {engine.get('device', 'device untold')}{threads}, {engine.get('dtype')}"
 
 
-def _bench(bench: Metrics) -> str:
-    plain = bench["baseline"]
-    rows = [
-        (
-            "plain",
-            f"{plain['tokens_per_second']:.1f}",
-            "1",
-            "",
-            f"{plain['token_ms']:.1f}",
-            "",
-            f"{plain['first_token_ms']:.0f}",
-        )
-    ]
-    rows += [
-        (
-            f"{steps} drafted",
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['ratio']:.2f}",
-            f"{row['accept_length']:.2f}",
-            f"{row['cycle_ms']:.1f}",
-            f"{row['break_even']:.2f}",
-            f"{row['first_token_ms']:.0f}",
-        )
-        for steps, row in bench["spec_steps"].items()
-    ]
-    header = ("", "tokens/s", "ratio", "accept length", "ms a cycle", "break-even", "first token, ms")
-    return (
-        f"## Bench\n\nConcurrency {bench['concurrency']}, the same prompts in turn. A cycle is one draft and verify "
-        f"round; break-even is the accept length at which it costs what "
-        f"plain decoding costs.\n\n"
-        f"{markdown(header, rows)}\n\n{_figure('throughput', 'Output tokens per second')}"
-    )
-
-
 def _data(metrics: Metrics) -> str:
     rows = [
         (split, f"{row['samples']:,}", f"{row['tokens']:,}", f"{row['supervised']:,}", f"{row['dropped']:,}")
@@ -261,5 +220,5 @@ def _data(metrics: Metrics) -> str:
     return (
         f"## Data\n\n{markdown(('corpus', 'samples', 'tokens', 'supervised', 'dropped'), rows)}\n\n"
         f"Hidden states: {hidden['bytes_per_token']:,} bytes a token; a sample extracted again alone differs by "
-        f"{hidden['recheck_difference']:.2%} at most. Not measured here: concurrency above 1."
+        f"{hidden['recheck_difference']:.2%} at most."
     )

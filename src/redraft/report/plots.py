@@ -63,6 +63,29 @@ def bars(title: str, y_title: str, values: dict[str, float], rule: tuple[str, fl
     return {"title": title, "data": {"values": rows}, "layer": layers, "width": wide}
 
 
+def curves_and_points(
+    title: str,
+    x: tuple[str, str],
+    y: tuple[str, str],
+    series: Mapping[str, Sequence[dict[str, float]]],
+    points: Sequence[dict[str, float]],
+    rule: tuple[str, float],
+) -> dict[str, Any]:
+    """Lines as in `lines`, measured `points` on them, and a dashed line with a label."""
+    curve = lines(title, x, y, series)
+    place = {"x": _axis(*x), "y": _axis(*y, scale={"zero": False})}
+    mark = {"type": "point", "filled": True, "size": 80, "color": "#d1651a", "opacity": 1}
+    text = {"type": "text", "text": rule[0], "x": "width", "align": "right", "dy": -6, "color": "#cf222e"}
+    level = {"data": {"values": [{"value": rule[1]}]}, "encoding": {"y": _axis("value", y[1], scale={"zero": False})}}
+    layers = [
+        {name: curve[name] for name in ("data", "mark", "encoding")},
+        {"data": {"values": list(points)}, "mark": mark, "encoding": place},
+        {**level, "mark": {"type": "rule", "strokeDash": [5, 4], "color": "#cf222e"}},
+        {**level, "mark": text},
+    ]
+    return {"title": title, "layer": layers}
+
+
 def drift(curve: Sequence[dict[str, float]]) -> dict[str, Any]:
     """A curve of `redraft.vocab.audit.drift_curve`."""
     title, slot = "How far a shared id moved", ("slot", "slot in the donor")

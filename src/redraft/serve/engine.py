@@ -31,8 +31,11 @@ class Generation:
     """Verify steps, a last one that was cut short included."""
     right: int = 0
     """Drafts that were right in all `verify_steps`; in a step that was cut short, what the cut left out as well."""
+    prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose states the engine had from before."""
+    draft_seconds: float = 0.0
+    """Of `seconds`, what drafting took; 0 if the engine does not tell."""
 
     def every_step(self) -> list[int]:
         """Drafts right in each verify step, the one that was cut short included: what SGLang counts."""
@@ -70,6 +73,12 @@ class Engine(Protocol):
 
     def acceptance(self) -> Acceptance:
         """Counters over every `generate` since `start`."""
+
+    def flush(self) -> None:
+        """Forget the states of prompts answered before."""
+
+    def fingerprint(self) -> str:
+        """What tells the running server from another: it changes if it was restarted or set otherwise."""
 
     def describe(self) -> dict[str, Any]:
         """Engine name, version, device, dtype and effective settings; recorded with every figure."""

@@ -1,95 +1,165 @@
-"""Bench: closed-loop load at concurrency 1, baseline and speculation interleaved on the same prompts."""
+"""Load: the same prompts for every arm of a bench, in blocks, by a fixed number of clients that wait for each answer.
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+An arm is an engine: the target alone (`plain`), or with a drafter and a number of drafts. Where all arms can live at
+once they take turns block by block; servers that need the machine for themselves run one after the other, the plain one
+again at the end (A-B-A), so that a drift of the machine shows.
+"""
 
-from redraft.progress import progress
-from redraft.serve.acceptance import Acceptance
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from redraft.errors import RedraftError
+from redraft.progress import counter
 from redraft.serve.engine import Engine, Generation, serving
 
+PLAIN, AGAIN = "plain", "plain again"
 WARM_UP_TOKENS = 8
-MIN_RATIO = 1.05
-"""Below this a gain is within what one run can tell."""
+LEAST_BLOCKS = 3
 
 
-def interleave(
-    engines: Mapping[int, Engine], prompts: Sequence[list[int]], max_new_tokens: int
-) -> dict[int, list[Generation]]:
-    """Answer every prompt with every engine, the order of engines rotated from prompt to prompt.
+@dataclass
+class Block:
+    """What one arm answered to one block of prompts."""
 
-    Each engine first answers a few tokens unscored, so that the costs of a first use count for none.
+    answers: list[Generation]
+    seconds: float
+    """From the first request to the last answer."""
+    errors: list[str] = field(default_factory=list)
+    """What was told in place of an answer."""
+    server: str = ""
+    """What tells the server from another; see `Engine.fingerprint`."""
+
+
+Series = dict[str, list[Block]]
+"""Blocks of every arm, the same prompts at the same place."""
+
+
+def blocks_of(prompts: Sequence[list[int]], concurrency: int) -> list[Sequence[list[int]]]:
+    """Prompts in blocks of 4 a client (one client: of one), but at least `LEAST_BLOCKS` blocks.
+
+    Raises:
+        RedraftError: too few prompts to keep that many clients busy.
     """
-    order = list(engines)
-    answers: dict[int, list[Generation]] = {steps: [] for steps in order}
-    for steps in order:
-        for prompt in prompts[:2]:
-            engines[steps].generate(prompt, WARM_UP_TOKENS)
-    for number, prompt in enumerate(progress(prompts, "bench", "prompt")):
-        turn = number % len(order)
-        for steps in order[turn:] + order[:turn]:
-            answers[steps].append(engines[steps].generate(prompt, max_new_tokens))
-    return answers
+    size = 1 if concurrency == 1 else min(4 * concurrency, len(prompts) // LEAST_BLOCKS)
+    if size < concurrency or len(prompts) < LEAST_BLOCKS:
+        raise RedraftError(
+            "There are too few prompts for this concurrency.",
+            where="bench.prompts in the profile, and the held-out samples",
+            expected=f"at least {LEAST_BLOCKS * concurrency} for concurrency {concurrency}",
+            found=len(prompts),
+        )
+    return [prompts[at : at + size] for at in range(0, len(prompts) - size + 1, size)]
 
 
-def in_turn(
-    engines: Mapping[int, Engine], prompts: Sequence[list[int]], max_new_tokens: int
-) -> dict[int, list[Generation]]:
-    """Answer every prompt with every engine, one engine after the other, each warmed up as `interleave` does."""
-    answers = {}
-    for steps, engine in engines.items():
-        with serving(engine):
-            for prompt in prompts[:2]:
-                engine.generate(prompt, WARM_UP_TOKENS)
-            bar = progress(prompts, f"bench, {steps or 'not'} drafted", "prompt")
-            answers[steps] = [engine.generate(prompt, max_new_tokens) for prompt in bar]
-    return answers
+def run_block(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int, concurrency: int) -> Block:
+    """Answer `prompts` with `concurrency` clients; an error in place of an answer is kept.
 
-
-def figures(answers: Sequence[Generation]) -> dict[str, float]:
-    """Pooled figures of one engine: output tokens/s, first token and time per later token, ms, and mean tokens."""
-    tokens = sum(len(answer.ids) for answer in answers)
-    seconds = sum(answer.seconds for answer in answers)
-    first = sum(answer.first_token_seconds for answer in answers)
-    return {
-        "tokens_per_second": round(tokens / seconds, 3),
-        "first_token_ms": round(1000 * first / len(answers), 2),
-        "token_ms": round(1000 * (seconds - first) / max(1, tokens - len(answers)), 3),
-        "mean_tokens": round(tokens / len(answers), 2),
-    }
-
-
-def summarize(answers: Mapping[int, Sequence[Generation]]) -> dict[str, Any]:
-    """The bench's metrics: `baseline`, one row per number of draft steps, the best of them and a verdict.
-
-    A row adds `ratio` (tokens/s over the baseline's), `accept_length`, `cycle_ms` (decode time per verify step) and
-    `break_even` (the accept length at which a cycle costs what plain decoding of as many tokens does).
+    Raises:
+        RedraftError: no prompt was answered, and the engine cannot generate any more.
     """
-    baseline = figures(answers[0])
-    rows = {}
-    for steps, given in answers.items():
-        if not steps:
-            continue
-        row = figures(given)
-        served = Acceptance(steps)
-        for answer in given:
-            served.add(answer.accepted)
-        decode = sum(answer.seconds - answer.first_token_seconds for answer in given)
-        cycle = 1000 * decode / sum(answer.verify_steps for answer in given)
-        rows[str(steps)] = row | {
-            "ratio": round(row["tokens_per_second"] / baseline["tokens_per_second"], 4),
-            "accept_length": served.metrics()["accept_length"],
-            "cycle_ms": round(cycle, 3),
-            "break_even": round(cycle / baseline["token_ms"], 3),
-        }
-    best = max(rows, key=lambda steps: rows[steps]["ratio"])
-    metrics = {"concurrency": 1, "baseline": baseline, "spec_steps": rows, "best_spec_steps": int(best)}
-    return metrics | {"ratio": rows[best]["ratio"], "verdict": verdict(rows[best])}
+    engine.flush()
+    errors: list[RedraftError] = []
+
+    def client(prompt: list[int]) -> Generation | None:
+        try:
+            return engine.generate(prompt, max_new_tokens)
+        except RedraftError as error:
+            errors.append(error)
+            return None
+
+    began = time.perf_counter()
+    if concurrency == 1:
+        given = [client(prompt) for prompt in prompts]
+    else:
+        with ThreadPoolExecutor(concurrency) as pool:
+            given = list(pool.map(client, prompts))
+    seconds = time.perf_counter() - began
+    answers = [answer for answer in given if answer is not None]
+    if not answers and not engine.ready():
+        raise errors[0]
+    return Block(answers, seconds, [error.what for error in errors], engine.fingerprint())
 
 
-def verdict(row: Mapping[str, float]) -> str:
-    """One sentence on the best row: `ship`, `unclear` or `no`, with the reason."""
-    ratio, length, need = row["ratio"], row["accept_length"], row["break_even"]
-    why = f"{ratio:.2f} times the baseline's tokens/s at accept length {length:.2f}; break-even is {need:.2f}"
-    if ratio >= MIN_RATIO:
-        return f"ship: {why}"
-    return f"unclear: {why}" if ratio > 1 else f"no: slower, {why}"
+def warm_up(engine: Engine, prompts: Sequence[list[int]], concurrency: int) -> None:
+    """Pay the costs of a first use at this concurrency, unscored: two short answers a client."""
+    run_block(engine, [prompts[at % len(prompts)] for at in range(2 * concurrency)], WARM_UP_TOKENS, concurrency)
+
+
+def measure(
+    arms: Mapping[str, Engine],
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    levels: Sequence[int],
+    *,
+    together: bool,
+    told: Callable[[str], None] = print,
+) -> dict[int, Series]:
+    """Measure every arm at every concurrency.
+
+    Args:
+        arms: engines by name, not started, `PLAIN` first if it is there.
+        prompts: token ids.
+        max_new_tokens: of each answer.
+        levels: concurrencies.
+        together: all arms can live at once.
+        told: is told the cost beforehand.
+
+    Returns:
+        Blocks by concurrency and arm; apart and with `PLAIN`, also its second run as `AGAIN`.
+
+    Raises:
+        RedraftError: an engine that dies, or answers nothing at all.
+    """
+    parts = {level: blocks_of(prompts, level) for level in levels}
+    order = list(arms)
+    if not together and PLAIN in arms:
+        order.append(AGAIN)
+    answers = len(order) * sum(len(block) for level in levels for block in parts[level])
+    told(
+        f"bench: {len(arms)} arms{', the plain one twice' if AGAIN in order else ''}, concurrency "
+        f"{', '.join(map(str, levels))}: {answers} answers of at most {max_new_tokens} tokens"
+    )
+    found: dict[int, Series] = {level: {name: [] for name in order} for level in levels}
+    with counter(answers, "bench", "answer") as bar:
+        if together:
+            _in_turn(arms, parts, max_new_tokens, found, bar.update)
+        for name in order if not together else ():
+            with serving(arms[PLAIN if name == AGAIN else name]) as engine:
+                for level in levels:
+                    warm_up(engine, prompts, level)
+                    for part in parts[level]:
+                        found[level][name].append(run_block(engine, part, max_new_tokens, level))
+                        bar.update(len(part))
+    for level, series in found.items():
+        for name, blocks in series.items():
+            if not any(block.answers for block in blocks):
+                errors = {error for block in blocks for error in block.errors}
+                raise RedraftError(
+                    "An arm gave no answer.", where=f"{name}, concurrency {level}", found=", ".join(errors)
+                )
+    return found
+
+
+def _in_turn(
+    arms: Mapping[str, Engine],
+    parts: Mapping[int, Sequence[Sequence[list[int]]]],
+    max_new_tokens: int,
+    found: dict[int, Series],
+    done: Callable[[int], object],
+) -> None:
+    """Block by block, the arms in rotated order."""
+    order = list(arms)
+    with ExitStack() as stack:
+        for engine in arms.values():
+            stack.enter_context(serving(engine))
+        for level, blocks in parts.items():
+            for engine in arms.values():
+                warm_up(engine, blocks[0], level)
+            for number, part in enumerate(blocks):
+                turn = number % len(order)
+                for name in order[turn:] + order[:turn]:
+                    found[level][name].append(run_block(arms[name], part, max_new_tokens, level))
+                    done(len(part))

@@ -1,14 +1,16 @@
 """Open engines by name."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from redraft.drafter.checkpoint import Checkpoint, read_checkpoint
 from redraft.drafter.lint import lint, require_clean
+from redraft.errors import RedraftError
 from redraft.hidden.store import store_root
-from redraft.params import Config
+from redraft.params import Config, EngineParams
 from redraft.serve.engine import Engine
+from redraft.serve.load import PLAIN
 from redraft.serve.sglang import SGLangEngine, installed_version
 from redraft.serve.torch_engine import TorchEngine
 from redraft.target.chat import load_tokenizer, stop_ids
@@ -51,14 +53,50 @@ def open_servers(config: Config, target: Path, drafter: Path, spec_steps: Sequen
     """
     params = config.profile.engine
     joined = params.url or params.baseline_url
+    wanted = [steps for steps in spec_steps if not joined or (params.url if steps else params.baseline_url)]
+    return {steps: _server(config, target, drafter, steps, params) for steps in wanted}
+
+
+def _server(config: Config, target: Path, drafter: Path, steps: int, params: EngineParams) -> SGLangEngine:
     described = read_config(target, config.profile.target.trust_remote_code)
     context = int(params.flags.get("context-length") or described.get_text_config().max_position_embeddings)
-    if not joined:
-        require_clean(lint(drafter, target, installed_version(params.python), context=context))
-    stop, logs = _stop_ids(config, target), store_root() / "serve"
-    engines: dict[int, Engine] = {}
-    for steps in spec_steps:
-        if not joined or (params.url if steps else params.baseline_url):
-            draft = drafter if steps else None
-            engines[steps] = SGLangEngine(params, target, draft, steps, stop, context, logs)
-    return engines
+    if steps and not params.url:
+        require_clean(lint(drafter, target, installed_version(params.python), context=context), drafter)
+    draft = drafter if steps else None
+    return SGLangEngine(params, target, draft, steps, _stop_ids(config, target), context, store_root() / "serve")
+
+
+def open_arms(config: Config, target: Path, drafter: Path) -> tuple[dict[str, Engine], bool]:
+    """Engines of a bench by the name of their arm, not started, and whether all can live at once.
+
+    Names: `plain`; `3` for a chain of 3 drafts; `3x4x8` for a tree of 3 steps, topk 4, 8 draft tokens; another
+    drafter's folder and the probe's number of drafts, `initial 3`. A joined server gives what it serves alone.
+
+    Raises:
+        RedraftError: trees on the engine `torch`; see `open_servers`.
+    """
+    bench, params = config.profile.bench, config.profile.engine
+    others = {f"{Path(folder).name} {config.params.spec_steps}": Path(folder) for folder in bench.compare}
+    steps = config.params.spec_steps
+    if config.params.engine == "torch":
+        if bench.trees:
+            raise RedraftError("The engine torch drafts chains only.", where="bench.trees", fix="engine: sglang")
+        models = load_models(config, target, drafter, "bf16")
+        arms = {
+            PLAIN if not number else str(number): each
+            for number, each in models.engines((0, *bench.spec_steps)).items()
+        }
+        for name, folder in others.items():
+            arms[name] = replace(models, draft=read_checkpoint(folder)).engines([steps])[steps]
+        return arms, True
+    if params.url or params.baseline_url:  # what is served there cannot be changed
+        served = open_servers(config, target, drafter, (0, steps))
+        return {PLAIN if not number else str(number): each for number, each in served.items()}, True
+    launched = open_servers(config, target, drafter, (0, *bench.spec_steps))
+    arms = {PLAIN if not number else str(number): each for number, each in launched.items()}
+    for depth, topk, tokens in bench.trees:
+        shaped = params.model_copy(update={"topk": topk, "draft_tokens": tokens})
+        arms[f"{depth}x{topk}x{tokens}"] = _server(config, target, drafter, depth, shaped)
+    for name, folder in others.items():
+        arms[name] = _server(config, target, folder, steps, params)
+    return arms, False

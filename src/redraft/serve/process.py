@@ -7,6 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from redraft.errors import RedraftError
@@ -178,12 +179,12 @@ class ServerProcess:
     def stop(self) -> None:
         """SIGTERM to the server, then SIGKILL to its group; returns when no process of it is left."""
         try:
-            if self._child.poll() is None:
-                self._child.terminate()  # alone: SGLang takes a child that ends first for a crash, and waits
-            self._gone(GRACE_SECONDS)
+            self._child.terminate()  # alone: SGLang takes a child that ends first for a crash, and waits
+            with suppress(subprocess.TimeoutExpired):
+                self._child.wait(GRACE_SECONDS)
         finally:
             self._kill()
-            self._gone(GONE_SECONDS)
+            self._await_end(GONE_SECONDS)
 
     def _kill(self) -> None:
         try:
@@ -191,13 +192,12 @@ class ServerProcess:
         except (ProcessLookupError, PermissionError):  # PermissionError: only dead ones are left (macOS)
             return
 
-    def _gone(self, seconds: float) -> bool:
+    def _await_end(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self._child.poll()
             try:
                 os.killpg(self._child.pid, 0)
             except (ProcessLookupError, PermissionError):
-                return True
-            time.sleep(0.05)
-        return False
+                return
+            time.sleep(0.02)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any, NoReturn
 
 import requests
@@ -35,6 +36,7 @@ SPECULATIVE_SETTINGS = (
     "speculative_attention_mode", "speculative_draft_attention_backend", "speculative_draft_model_path",
     "speculative_accept_threshold_single", "speculative_accept_threshold_acc", "mem_fraction_static",
 )  # fmt: skip
+MOST_CLIENTS = 1024
 ONE_TOKEN = {"temperature": 0, "max_new_tokens": 1}
 CONNECT_SECONDS = 5.0
 HEALTH_SECONDS = 30.0
@@ -132,6 +134,8 @@ class SGLangEngine:
         assert (self.spec_steps > 0) == (self.drafter is not None)
         self._counted, self._base = Acceptance(self.spec_steps), (self.url or "").rstrip("/")
         self._session = requests.Session()
+        self._session.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=MOST_CLIENTS))
+        self._lock = Lock()
         self._session.trust_env = False  # a proxy of the environment is not for a server on this machine
         taken = OWN_FLAGS & {flag.removeprefix("--") for flag in (*self.params.flags, *self.params.speculative)}
         if taken:
@@ -287,7 +291,8 @@ class SGLangEngine:
         if finish.get("type") not in ("stop", "length") or meta.get("completion_tokens") != len(ids):
             told = f"finish_reason {finish}, completion_tokens {meta.get('completion_tokens')}, {len(ids)} output_ids"
             self._fail("The reply of the server is not a whole answer.", told)
-        answer = Generation(ids, seconds, first, finish["type"], cached_tokens=int(meta.get("cached_tokens") or 0))
+        cached = int(meta.get("cached_tokens") or 0)
+        answer = Generation(ids, seconds, first, finish["type"], prompt_tokens=len(prompt), cached_tokens=cached)
         if self.spec_steps and (len(ids) > 1 or meta.get("spec_verify_ct")):  # the first token comes from the prefill
             self._count(answer, meta)
         return answer
@@ -295,11 +300,13 @@ class SGLangEngine:
     def _count(self, answer: Generation, meta: dict[str, Any]) -> None:
         where = f"{self._base}/generate, SGLang {self._info.get('version')}"
         answer.verify_steps, answer.right, histogram = read_counters(meta, self.spec_steps, where)
-        if histogram is None:
-            self._counted.add_untold(answer.verify_steps, answer.right)
-            return
-        answer.accepted = [number for number, count in enumerate(histogram) for _ in range(count)]
-        self._counted.add(answer.accepted)
+        if histogram is not None:
+            answer.accepted = [number for number, count in enumerate(histogram) for _ in range(count)]
+        with self._lock:  # several clients
+            if histogram is None:
+                self._counted.add_untold(answer.verify_steps, answer.right)
+            else:
+                self._counted.add(answer.accepted)
 
     def margin(self, prefix: list[int], first: int, second: int, width: int) -> Margin:
         """Compare two tokens after `prefix`: on top of cached states, and with the whole prefix in one forward."""
@@ -307,6 +314,12 @@ class SGLangEngine:
         near = self._gap(prefix, first, second)
         self.flush()
         return Margin(near, abs(near - self._gap(prefix, first, second)))
+
+    def fingerprint(self) -> str:
+        """Settings and start of the server, read anew."""
+        info = self._read_info()
+        names = (*SHARED_SETTINGS, *SPECULATIVE_SETTINGS, "startup_time", "launch_command")
+        return json.dumps({name: info.get(name) for name in names}, sort_keys=True)
 
     def flush(self) -> None:
         """Drop the states of prompts answered before."""

@@ -88,6 +88,13 @@ class TorchEngine:
     def stop(self) -> None:
         """Nothing to stop."""
 
+    def flush(self) -> None:
+        """Nothing is kept from one answer to the next."""
+
+    def fingerprint(self) -> str:
+        """The model in this process cannot change."""
+        return "torch"
+
     @torch.inference_mode()
     def generate(self, prompt: list[int], max_new_tokens: int) -> Generation:
         """Answer `prompt` greedily."""
@@ -95,6 +102,7 @@ class TorchEngine:
         cache = offline_transformers().DynamicCache(config=self.target.config)
         accepted: list[int] = []
         rounds = correct = 0
+        drafting = 0.0
         with self.target.capture(self.target.aux_layers if self.draft else ()) as captured:
             known = [*prompt, int(self._forward(prompt, cache, 1)[0])]
             first = time.perf_counter() - began
@@ -105,7 +113,9 @@ class TorchEngine:
             while len(known) < end and known[-1] not in self.stop_ids:
                 if self.draft is not None:
                     fed = known[seen + 1 :]
+                    before = time.perf_counter()
                     drafts = self._draft(self.target.aux(captured)[:, : len(fed)], fed, seen, memory)
+                    drafting += time.perf_counter() - before
                     seen += len(fed)
                 chosen = self._forward([known[-1], *drafts], cache, 1 + len(drafts)).tolist()
                 right = 0
@@ -124,7 +134,9 @@ class TorchEngine:
         finish = "stop" if known[-1] in self.stop_ids else "length"
         seconds = time.perf_counter() - began
         rounds = rounds if self.draft else 0
-        return Generation(known[len(prompt) :], seconds, first, finish, accepted, rounds, correct)
+        return Generation(
+            known[len(prompt) :], seconds, first, finish, accepted, rounds, correct, len(prompt), draft_seconds=drafting
+        )
 
     @torch.inference_mode()
     def margin(self, prefix: list[int], first: int, second: int, width: int) -> Margin:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -29,7 +30,12 @@ DEATHS = {
     "context": "ValueError: Warning: Target model's context_length (8192) is greater than the derived context_length "
     "(2048).\nbye",
 }
+TOKEN_SECONDS = float(os.environ.get("FAKE_TOKEN_SECONDS", "0"))
+"""Of plain decoding; a cycle of 2 tokens takes FAKE_CYCLE of it, and a seen prompt a fifth, if FAKE says cache."""
+CYCLE = float(os.environ.get("FAKE_CYCLE", "1"))
 served = 0
+busy: set[int] = set()
+known: set[str] = set()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -56,6 +62,8 @@ class Handler(BaseHTTPRequestHandler):
         info.setdefault("speculative_algorithm", None)
         if FAKE == "corrected" and STEPS:
             info["speculative_num_steps"] = 2
+        if FAKE == "restarts":
+            info["startup_time"] = served
         if FAKE == "eagle" and STEPS:
             info["speculative_algorithm"] = "EAGLE"
         return self.reply(200, info)
@@ -64,9 +72,11 @@ class Handler(BaseHTTPRequestHandler):
         global served
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
         if self.path == "/flush_cache":
+            if FAKE != "cache":  # one that cannot be emptied
+                known.clear()
             return self.reply(200, b"Cache flushed.\n")
         served += 1
-        if served > 2 and FAKE in ("dies", "hangs", "500", "malformed", "dropped"):
+        if served > 2 and FAKE in ("dies", "hangs", "500", "malformed", "dropped", "sometimes 500"):
             if FAKE == "dies":
                 print("Scheduler hit an exception: RuntimeError: CUDA error: illegal memory access\nbye", flush=True)
                 os._exit(17)
@@ -74,13 +84,20 @@ class Handler(BaseHTTPRequestHandler):
                 time.sleep(3600)
             if FAKE == "500":
                 return self.reply(500, {"error": {"message": "internal"}})
+            if FAKE == "sometimes 500" and served % 5 == 0:
+                return self.reply(500, {"error": {"message": "internal"}})
             if FAKE == "malformed":
                 return self.reply(200, b'data: {"meta_info": \n\n')
         return self.answer(body["input_ids"], body["sampling_params"]["max_new_tokens"])
 
     def answer(self, prompt: list[int], tokens: int) -> None:
+        tokens = min(tokens, 3) if FAKE == "short" else tokens
         ids = [prompt[-1] + 1 + place for place in range(tokens)]
         meta: dict[str, Any] = {"finish_reason": {"type": "length", "length": tokens}, "completion_tokens": tokens}
+        seen = str(prompt) in known
+        meta["cached_tokens"] = len(prompt) if seen else 0
+        if FAKE == "cache":
+            known.add(str(prompt))
         if FAKE == "changes the output" and STEPS and served > 2:
             ids[3] += 1
         rounds = tokens // 2
@@ -92,12 +109,26 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
+        self.work(tokens, seen)
         half = {"output_ids": ids[: tokens // 2], "meta_info": {"finish_reason": None}}
         self.wfile.write(f"data: {json.dumps(half)}\n\n".encode())
         if FAKE == "dropped" and served > 2:
             self.connection.close()
             return
         self.wfile.write(f"data: {json.dumps({'output_ids': ids, 'meta_info': meta})}\n\ndata: [DONE]\n\n".encode())
+
+    def work(self, tokens: int, seen: bool) -> None:
+        """Take the time of decoding; the first answer of so many clients at once takes 2 s more."""
+        me = threading.get_ident()
+        running.add(me)
+        if FAKE == "slow first" and len(running) not in busy:
+            busy.add(len(running))
+            time.sleep(2)
+        time.sleep(TOKEN_SECONDS * (tokens / 2 * CYCLE if STEPS else tokens) / (5 if seen and FAKE == "cache" else 1))
+        running.discard(me)
+
+
+running: set[int] = set()
 
 
 def main() -> None:

@@ -1,0 +1,219 @@
+"""The bench against a real server process that plays cache, slow starts, short answers and errors (cases C21, C22)."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_sglang import FAKE, params
+
+from redraft.cli import main
+from redraft.errors import RedraftError
+from redraft.serve.engine import Generation
+from redraft.serve.figures import arm_figures, drift, invalid, ratio
+from redraft.serve.load import AGAIN, PLAIN, Block, blocks_of, measure
+from redraft.serve.machine import machine, require_same
+from redraft.serve.sglang import SGLangEngine
+from redraft.serve.verdict import summary
+
+TOKENS = 20
+
+
+def arms(folder: Path) -> dict[str, SGLangEngine]:
+    target, drafter = folder / "target", folder / "drafter"
+    target.mkdir()
+    drafter.mkdir()
+    return {
+        name: SGLangEngine(params(), target, drafter if steps else None, steps, frozenset([2]), 64, folder / "logs")
+        for name, steps in ((PLAIN, 0), ("3", 3))
+    }
+
+
+def bench(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fake: str = "", levels: tuple[int, ...] = (1,), cycle: float = 1.0,
+    prompts: int = 6, together: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    for name, value in {
+        "PYTHONPATH": str(FAKE),
+        "FAKE": fake,
+        "FAKE_TOKEN_SECONDS": "0.004",
+        "FAKE_CYCLE": str(cycle),
+    }.items():
+        monkeypatch.setenv(name, value)
+    engines, told = arms(folder), list[str]()
+    asked = [[10 * number, number] for number in range(prompts)]
+    found = measure(engines, asked, TOKENS, levels, together=together, told=told.append)
+    assert "answers of at most 20 tokens" in told[0]
+    return summary(found, {name: engine.spec_steps for name, engine in engines.items()}, TOKENS, {})
+
+
+def test_the_faster_arm_ships_and_the_slower_one_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 tokens a cycle: a cycle of 1.2 plain steps ships at 1.67, one of 2.5 gives 0.8, told as plainly."""
+    fast = bench(tmp_path, monkeypatch, cycle=1.2)["levels"]["1"]
+    assert fast["word"] == "ship"
+    assert fast["rows"]["3"]["ratio"] == pytest.approx(1.67, abs=0.25)
+    assert fast["drift"] is not None
+    (tmp_path / "slow").mkdir()
+    slow = bench(tmp_path / "slow", monkeypatch, cycle=2.5)["levels"]["1"]
+    assert slow["word"].startswith("no: needs accept length")
+    assert slow["rows"]["3"]["ratio"] == pytest.approx(0.8, abs=0.12)
+
+
+def test_arms_that_live_at_once_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = bench(tmp_path, monkeypatch, cycle=1.2, together=True)["levels"]["1"]
+    assert found["word"] == "ship"
+    assert found["drift"] is None
+
+
+def test_the_slow_first_answer_of_every_level_is_not_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = bench(tmp_path, monkeypatch, "slow first", levels=(1, 2), prompts=24)
+    for level in found["levels"].values():
+        assert level["rows"][PLAIN]["first_token_ms_p95"] < 1000
+        assert level["word"] != "invalid"
+
+
+@pytest.mark.parametrize(
+    ("fake", "reason"),
+    [
+        ("cache", "of the prompt tokens were cached"),
+        ("short", "3 tokens an answer where 20 were asked for"),
+        ("sometimes 500", "errors (The server refused a request.)"),
+        ("restarts", "the server changed or was restarted"),
+    ],
+)
+def test_a_level_that_cannot_be_believed_is_invalid(
+    fake: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = bench(tmp_path, monkeypatch, fake, prompts=12)
+    assert found["levels"]["1"]["word"] == "invalid"
+    assert reason in found["levels"]["1"]["reason"]
+    assert found["verdict"].startswith("invalid: ")
+
+
+def test_more_clients_answer_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = bench(tmp_path, monkeypatch, levels=(1, 4), prompts=16)
+    rates = {level: told["rows"][PLAIN]["tokens_per_second"] for level, told in found["levels"].items()}
+    assert rates["4"] > 2 * rates["1"]
+
+
+def test_a_concurrency_needs_prompts_for_all_its_clients() -> None:
+    assert [len(block) for block in blocks_of([[1]] * 7, 1)] == [1] * 7
+    assert [len(block) for block in blocks_of([[1]] * 50, 4)] == [16] * 3
+    for prompts, clients in ((2, 1), (11, 4)):
+        with pytest.raises(RedraftError, match="too few prompts"):
+            blocks_of([[1]] * prompts, clients)
+
+
+# --- figures
+
+
+def answer(tokens: int, seconds: float, steps: int = 0, cached: int = 0) -> Generation:
+    accepted = [1] * steps
+    return Generation(
+        list(range(tokens)), seconds, 0.1, "length", accepted, steps, steps, prompt_tokens=10, cached_tokens=cached
+    )
+
+
+rates = st.lists(st.floats(0.5, 2.0), min_size=3, max_size=12)
+
+
+@given(rates, st.floats(0.3, 3.0))
+def test_a_constant_ratio_has_no_spread(seconds: list[float], factor: float) -> None:
+    """Blocks of any speed: if every pair has one ratio, so has the interval, since blocks are resampled in pairs."""
+    series = {
+        PLAIN: [Block([answer(20, each)], each) for each in seconds],
+        "3": [Block([answer(20, each / factor, 9)], each / factor) for each in seconds],
+    }
+    found = ratio(series, "3")
+    assert found["ratio"] == pytest.approx(factor, abs=1e-3)
+    assert found["ratio_low"] == pytest.approx(found["ratio_high"], abs=2e-3)
+
+
+def test_the_interval_holds_the_true_ratio() -> None:
+    """Of 200 benches of 12 noisy blocks whose true ratio is 1.25, about 95 % hold it."""
+    generator = np.random.default_rng(3)
+    held = 0
+    for _ in range(200):
+        noise = generator.lognormal(0, 0.1, size=(2, 12))
+        series = {
+            PLAIN: [Block([answer(20, 1.0)], each) for each in noise[0]],
+            "3": [Block([answer(20, 0.8, 9)], 0.8 * each) for each in noise[1]],
+        }
+        found = ratio(series, "3")
+        held += found["ratio_low"] <= 1.25 <= found["ratio_high"]
+    assert 170 <= held <= 200
+
+
+def test_a_machine_that_drifts_widens_the_interval() -> None:
+    def run(seconds: float) -> list[Block]:
+        return [Block([answer(20, seconds)], seconds) for _ in range(4)]
+
+    series = {PLAIN: run(1.0), "3": [Block([answer(20, 0.95, 9)], 0.95)] * 4, AGAIN: run(0.9)}
+    found = ratio(series, "3")
+    assert drift(series) == pytest.approx(0.1111, abs=1e-3)
+    assert found["ratio_low"] < 1 < found["ratio_high"]
+
+
+def test_figures_of_an_arm() -> None:
+    blocks = [Block([answer(11, 1.1, 5)], 1.2), Block([answer(21, 2.1, 10), answer(6, 0.6, 2)], 3.0)]
+    found = arm_figures(blocks, 3)
+    assert found["tokens_per_second"] == pytest.approx(38 / 4.2, abs=1e-3)
+    assert found["step_ms"] == pytest.approx(1000 * 3.5 / 35)
+    assert found["cycle_ms"] == pytest.approx(1000 * 3.5 / 17, abs=1e-2)
+    assert found["cycle_fit_ms"] == pytest.approx(np.polyfit([5, 10, 2], [1.0, 2.0, 0.5], 1)[0] * 1000, abs=1e-2)
+    assert (found["accept_length"], found["accepted_at"]) == (2.0, [1.0, 0.0, 0.0])
+    assert found["finish"] == {"stop": 0, "length": 3}
+    assert invalid({PLAIN: blocks}, 20) == []
+    assert "cached" in invalid({PLAIN: [Block([answer(20, 1.0, cached=1)], 1.0)]}, 20)[0]
+
+
+# --- whose figures
+
+
+def report(folder: Path, name: str, **changes: Any) -> str:
+    row = {"tokens_per_second": 50.0, "ratio": 1.2}
+    made: dict[str, Any] = {
+        "levels": {"1": {"rows": {"plain": {"tokens_per_second": 40.0}, "3": row}, "word": "ship"}},
+        "machine": machine(),
+        "engine": {"engine": "torch", "torch": "2.13.0", "dtype": "bfloat16", "spec_steps": 0},
+    }
+    for key, value in changes.items():
+        made[key] = {**made[key], **value}
+    (folder / name).write_text(json.dumps(made))
+    return str(folder / name)
+
+
+def test_benches_of_one_machine_and_engine_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = (report(tmp_path, name) for name in ("a.json", "b.json"))
+    monkeypatch.setattr(sys, "argv", ["redraft", "compare", one, two])
+    main()
+    assert "1.00" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"machine": {"host": "another"}}, "machine.host"),
+        ({"engine": {"engine": "sglang"}}, "engine.engine torch and sglang"),
+    ],
+)
+def test_benches_of_two_machines_or_engines_are_never_divided(
+    changes: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = report(tmp_path, "a.json"), report(tmp_path, "b.json", **changes)
+    monkeypatch.setattr(sys, "argv", ["redraft", "compare", one, two])
+    with pytest.raises(SystemExit, match=f"(?s)not divided by each other.*{told}"):
+        main()
+
+
+def test_what_two_runs_of_one_engine_may_differ_in() -> None:
+    one = {"machine": machine(), "engine": {"engine": "sglang", "command": ["a"], "version": "0.5.23"}}
+    require_same(one, {**one, "engine": {**one["engine"], "command": ["b"]}}, "test")
+    with pytest.raises(RedraftError, match=r"engine.version 0\.5\.23 and 0\.5\.22"):
+        require_same(one, {**one, "engine": {**one["engine"], "version": "0.5.22"}}, "test")
