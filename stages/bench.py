@@ -6,7 +6,7 @@ from typing import Any
 from redraft.hidden.corpus import read_corpus
 from redraft.params import Config
 from redraft.serve.load import PLAIN, measure
-from redraft.serve.machine import machine
+from redraft.serve.machine import machine, require_alike
 from redraft.serve.open import open_arms
 from redraft.serve.verdict import require_ratios, summary
 from redraft.stage import Result, run
@@ -24,11 +24,16 @@ def main(config: Config) -> Result:
     skipped = dict.fromkeys(set(params.concurrency) - set(levels), "the engine torch answers one request at a time")
     arms, together = open_arms(config, TARGET, DRAFTER)
     measured = measure(arms, prompts, params.max_new_tokens, levels, together=together)
+    if config.profile.engine.url and PLAIN in arms and not alone:
+        for name in arms.keys() - {PLAIN}:
+            require_alike(arms[PLAIN].describe(), arms[name].describe())
     steps = {name: arm.spec_steps for name, arm in arms.items()}
     metrics = summary(measured, steps, params.max_new_tokens, skipped)
     print(metrics["verdict"])
     require_ratios(metrics["levels"], params.min_ratio)
     described = arms[PLAIN if PLAIN in arms else next(iter(arms))].describe()
+    memory = {name: arm.memory_gib() for name, arm in arms.items()}
+    metrics["memory_gib"] = {name: round(gib, 1) for name, gib in memory.items() if gib}
     return Result({**metrics, "engine": described, "machine": machine()}, headline=_headline(metrics["levels"]))
 
 

@@ -7,6 +7,7 @@ from redraft import atomic
 from redraft.drafter.checkpoint import read_parts
 from redraft.hidden.corpus import read_corpus
 from redraft.params import Config
+from redraft.serve.machine import require_alike
 from redraft.serve.open import load_models, open_servers
 from redraft.serve.parity import hold_against_models, hold_against_training
 from redraft.serve.probe import require_acceptance, require_lossless, samples_text, serve_both
@@ -23,6 +24,8 @@ def main(config: Config) -> Result:
     models = load_models(config, TARGET, DRAFTER, "fp32") if here else None
     engines = models.engines((0, steps)) if models else open_servers(config, TARGET, DRAFTER, (0, steps))
     outputs = serve_both(engines, prompts, params.max_new_tokens, f"probe {config.params.engine}")
+    if config.profile.engine.url and 0 in engines and not here:
+        require_alike(engines[0].describe(), engines[steps].describe())
     require_lossless(outputs)
     served = engines[steps].acceptance().metrics()
     described, parts = engines[steps].describe(), read_parts(DRAFTER, finite=False)

@@ -16,7 +16,7 @@ from redraft.errors import RedraftError
 from redraft.serve.engine import Generation
 from redraft.serve.figures import arm_figures, drift, invalid, ratio
 from redraft.serve.load import AGAIN, PLAIN, Block, blocks_of, measure
-from redraft.serve.machine import machine, require_same
+from redraft.serve.machine import machine, require_alike, require_same
 from redraft.serve.sglang import SGLangEngine
 from redraft.serve.verdict import summary
 
@@ -217,3 +217,10 @@ def test_what_two_runs_of_one_engine_may_differ_in() -> None:
     require_same(one, {**one, "engine": {**one["engine"], "command": ["b"]}}, "test")
     with pytest.raises(RedraftError, match=r"engine.version 0\.5\.23 and 0\.5\.22"):
         require_same(one, {**one, "engine": {**one["engine"], "version": "0.5.22"}}, "test")
+
+
+def test_joined_servers_differ_in_speculation_alone() -> None:
+    plain = {"version": "0.5.23", "max_running_requests": 8, "attention_backend": "fa3"}
+    require_alike(plain, {**plain, "speculative_num_steps": 3, "attention_backend": "flashinfer"})
+    with pytest.raises(RedraftError, match="max_running_requests 8 and 48"):
+        require_alike(plain, {**plain, "max_running_requests": 48})

@@ -15,6 +15,9 @@ _HEADER = (
 )  # fmt: skip
 
 
+_MEMORY = {"torch": "the whole process, all arms in it", "sglang": "weights and cache, one GPU"}
+
+
 def name(arm: str) -> str:
     """An arm in words."""
     if arm == PLAIN:
@@ -38,7 +41,7 @@ def plots(bench: Metrics) -> dict[str, dict[str, Any]]:
             if arm.isdigit()
         ]
         found["predicted"] = curves_and_points(
-            "Predicted and measured, one client",
+            "Predicted (line) and measured (points), one client",
             ("spec_steps", _DRAFTED),
             ("tokens_per_second", "decoded tokens/s"),
             {"predicted": one["curve"]},
@@ -89,6 +92,9 @@ def section(bench: Metrics, figure: Any, where: str) -> str:
         "draft and verify round; break-even is the accept length at which it costs what plain decoding of as many "
         "tokens costs."
     ]
+    if bench["memory_gib"]:
+        held = ", ".join(f"{name(arm)} {gib:.1f}" for arm, gib in bench["memory_gib"].items())
+        parts.append(f"Memory, GiB ({_MEMORY.get(bench['engine']['engine'], 'as the engine tells it')}): {held}.")
     parts += [_level(level, told) for level, told in bench["levels"].items()]
     parts.append(figure("throughput", "Output tokens per second"))
     one = bench["levels"].get("1", {})

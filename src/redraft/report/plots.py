@@ -27,7 +27,8 @@ def save_svg(path: Path, spec: dict[str, Any]) -> None:
 
 
 def _axis(field: str, title: str, **more: Any) -> dict[str, Any]:
-    return {"field": field, "type": "quantitative", "title": title, **more}
+    whole = {"axis": {"tickMinStep": 1, "format": "d"}} if field in ("spec_steps", "concurrency") else {}
+    return {"field": field, "type": "quantitative", "title": title, **whole, **more}
 
 
 def lines(

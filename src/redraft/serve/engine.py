@@ -80,6 +80,9 @@ class Engine(Protocol):
     def fingerprint(self) -> str:
         """What tells the running server from another: it changes if it was restarted or set otherwise."""
 
+    def memory_gib(self) -> float | None:
+        """Memory that serving takes, GiB; None if the engine does not tell."""
+
     def describe(self) -> dict[str, Any]:
         """Engine name, version, device, dtype and effective settings; recorded with every figure."""
 

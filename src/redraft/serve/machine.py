@@ -14,6 +14,12 @@ from redraft.errors import RedraftError
 _DIFFERS = {"spec_steps", "command", "joined", "model_path", "speculative_draft_model_path", "mem_fraction_static"}
 """Of an engine's description, what two runs of one engine may differ in."""
 
+ALIKE = (
+    "version", "model_path", "dtype", "quantization", "context_length", "max_running_requests", "tp_size", "dp_size",
+    "pp_size", "disable_radix_cache", "device",
+)  # fmt: skip
+"""Settings that people choose; what SGLang derives from them may differ under speculation."""
+
 
 def machine() -> dict[str, Any]:
     """Processor, cores that this process may use, memory in GiB, GPUs, and `host`, a digest that names this machine."""
@@ -42,8 +48,9 @@ def require_same(one: Mapping[str, Any], other: Mapping[str, Any], where: str) -
         RedraftError: naming what differs.
     """
     pairs = {f"machine.{name}": (one["machine"].get(name), other["machine"].get(name)) for name in one["machine"]}
-    names = (one["engine"].keys() | other["engine"].keys()) - _DIFFERS
-    pairs |= {f"engine.{name}": (one["engine"].get(name), other["engine"].get(name)) for name in sorted(names)}
+    engines = one["engine"], other["engine"]
+    names = sorted(name for name in engines[0].keys() | engines[1].keys() if name not in _DIFFERS)
+    pairs |= {f"engine.{name}": (engines[0].get(name), engines[1].get(name)) for name in names}
     apart = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if apart:
         raise RedraftError(
@@ -52,4 +59,21 @@ def require_same(one: Mapping[str, Any], other: Mapping[str, Any], where: str) -
             expected="the same machine and engine",
             found="; ".join(f"{name} {first} and {second}" for name, (first, second) in apart.items()),
             fix="run both benches on one machine with one engine",
+        )
+
+
+def require_alike(plain: Mapping[str, Any], speculative: Mapping[str, Any]) -> None:
+    """Refuse two joined servers that differ in more than speculation; each is given by its description.
+
+    Raises:
+        RedraftError: naming what differs.
+    """
+    apart = [name for name in ALIKE if plain.get(name) != speculative.get(name)]
+    if apart:
+        raise RedraftError(
+            "The servers with and without speculation are not alike.",
+            where="engine.url, engine.baseline_url in the profile",
+            expected="one release, target and settings, but for speculation",
+            found="; ".join(f"{name} {plain.get(name)} and {speculative.get(name)}" for name in apart),
+            fix="start both with the same flags but for --speculative-*",
         )

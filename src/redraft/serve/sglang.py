@@ -321,6 +321,12 @@ class SGLangEngine:
         names = (*SHARED_SETTINGS, *SPECULATIVE_SETTINGS, "startup_time", "launch_command")
         return json.dumps({name: info.get(name) for name in names}, sort_keys=True)
 
+    def memory_gib(self) -> float | None:
+        """Weights and cache of one GPU, as the server tells it; asked when it started."""
+        told = self._info.get("memory_usage")
+        parts = [float(told[name]) for name in ("weight", "kvcache") if name in told] if isinstance(told, dict) else []
+        return abs(sum(parts)) if parts else None
+
     def flush(self) -> None:
         """Drop the states of prompts answered before."""
         self._post("/flush_cache", None)

@@ -6,6 +6,7 @@ the target over [x[n], d1, d2, d3] gives its own choice after each; the right pr
 the bonus. Then the caches are cut to what was accepted and the drafter is re-fed with the target's states.
 """
 
+import resource
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,6 +85,13 @@ class TorchEngine:
             "dtype": str(self.target.head.dtype).removeprefix("torch."),
             "spec_steps": self.spec_steps,
         }
+
+    def memory_gib(self) -> float:
+        """The most that this process held so far, on the GPU if there is one: for all engines in it."""
+        device = self.target.head.device
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device) / 2**30
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
     def stop(self) -> None:
         """Nothing to stop."""

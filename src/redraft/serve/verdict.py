@@ -73,9 +73,9 @@ def curve(rows: Rows, most: int) -> list[dict[str, float]]:
 
 
 def best_arm(rows: Rows) -> str | None:
-    """The fastest arm of the drafter itself: a chain, or a tree such as `3x4x8`."""
+    """The arm of the drafter itself (a chain, or a tree such as `3x4x8`) that is surely fastest: by its lower end."""
     own = {name: row for name, row in rows.items() if name.replace("x", "").isdigit() and "ratio" in row}
-    return max(own, key=lambda name: own[name]["ratio"]) if own else None
+    return max(own, key=lambda name: own[name]["ratio_low"]) if own else None
 
 
 def judge(rows: Rows, faults: list[str]) -> Verdict:
