@@ -10,6 +10,7 @@ from redraft.serve.machine import machine, require_alike
 from redraft.serve.open import open_arms
 from redraft.serve.verdict import require_ratios, summary
 from redraft.stage import Result, run
+from redraft.target.model import target_hash
 
 TARGET, DRAFTER = Path("artifacts/target"), Path("artifacts/drafter")
 
@@ -27,14 +28,20 @@ def main(config: Config) -> Result:
     if config.profile.engine.url and PLAIN in arms and not alone:
         for name in arms.keys() - {PLAIN}:
             require_alike(arms[PLAIN].describe(), arms[name].describe())
-    steps = {name: arm.spec_steps for name, arm in arms.items()}
-    metrics = summary(measured, steps, params.max_new_tokens, skipped)
+    metrics = summary(measured, {name: arm.spec_steps for name, arm in arms.items()}, params.max_new_tokens, skipped)
     print(metrics["verdict"])
     require_ratios(metrics["levels"], params.min_ratio)
-    described = arms[PLAIN if PLAIN in arms else next(iter(arms))].describe()
+    described = {name: arm.describe() for name, arm in arms.items()}
     memory = {name: arm.memory_gib() for name, arm in arms.items()}
-    metrics["memory_gib"] = {name: round(gib, 1) for name, gib in memory.items() if gib}
-    return Result({**metrics, "engine": described, "machine": machine()}, headline=_headline(metrics["levels"]))
+    metrics |= {
+        "engine": described.get(PLAIN) or next(iter(described.values())),
+        "arms": described,
+        "memory_gib": {name: round(gib, 1) for name, gib in memory.items() if gib},
+        "machine": machine(),
+        "target": target_hash(TARGET),
+        "asked": {"prompts": len(prompts), "max_new_tokens": params.max_new_tokens},
+    }
+    return Result(metrics, headline=_headline(metrics["levels"]))
 
 
 def _headline(levels: dict[str, dict[str, Any]]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from redraft.params import Config
 from redraft.serve.machine import require_alike
 from redraft.serve.open import load_models, open_servers
 from redraft.serve.parity import hold_against_models, hold_against_training
-from redraft.serve.probe import require_acceptance, require_lossless, samples_text, serve_both
+from redraft.serve.probe import require_acceptance, require_lossless, samples_text, serve_both, trained_length
 from redraft.stage import Result, run
 from redraft.target.chat import load_tokenizer
 
@@ -24,22 +24,24 @@ def main(config: Config) -> Result:
     models = load_models(config, TARGET, DRAFTER, "fp32") if here else None
     engines = models.engines((0, steps)) if models else open_servers(config, TARGET, DRAFTER, (0, steps))
     outputs = serve_both(engines, prompts, params.max_new_tokens, f"probe {config.params.engine}")
-    if config.profile.engine.url and 0 in engines and not here:
-        require_alike(engines[0].describe(), engines[steps].describe())
-    require_lossless(outputs)
-    served = engines[steps].acceptance().metrics()
     described, parts = engines[steps].describe(), read_parts(DRAFTER, finite=False)
-    metrics: dict[str, Any] = {"lossless": 0 in engines or None, **served, "outputs": outputs.metrics()}
-    if params.parity == "walk":
-        metrics["parity"] = hold_against_training(outputs, steps, parts.record)
-    elif config.profile.engine.topk == 1 or here:
-        models = models or load_models(config, TARGET, DRAFTER, "fp32")
-        donor = read_parts(DONOR, finite=False).mapping
-        metrics["parity"] = hold_against_models(
-            outputs, steps, models, donor, here=here, exact=described["dtype"] == "float32"
-        )
+    exact = described["dtype"] == "float32"
+    if config.profile.engine.url and 0 in engines and not here:
+        require_alike(engines[0].describe(), described)
+    if exact:  # in fewer bits a forward of several tokens may choose otherwise than one of one token
+        require_lossless(outputs)
+    served = engines[steps].acceptance().metrics()
+    lossless = not outputs.different if 0 in engines else None
+    metrics: dict[str, Any] = {"lossless": lossless, **served, "outputs": outputs.metrics()}
+    if here or config.profile.engine.topk == 1:  # a tree accepts more than any chain that is computed here
+        if params.parity == "walk":
+            metrics["parity"] = hold_against_training(outputs, steps, parts.record)
+        else:
+            models = models or load_models(config, TARGET, DRAFTER, "fp32")
+            donor = read_parts(DONOR, finite=False).mapping
+            metrics["parity"] = hold_against_models(outputs, steps, models, donor, here=here, exact=exact)
     require_acceptance(served["accept_length"], params.min_accept_length)
-    metrics |= {"engine": described, "mapping": parts.mapping.hash}
+    metrics |= {"engine": described, "mapping": parts.mapping.hash, **trained_length(outputs, parts.record)}
     if here and params.bf16_prompts:
         rounded = load_models(config, TARGET, DRAFTER, "bf16").engines((0, steps))
         fast = serve_both(rounded, prompts[: params.bf16_prompts], params.max_new_tokens, "probe bf16")

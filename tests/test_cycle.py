@@ -51,7 +51,7 @@ def test_a_prediction_is_what_the_parts_say(fixed: float, slope: float, accepted
     assert (time.fixed, time.per_step) == (pytest.approx(fixed, rel=1e-6, abs=1e-6), pytest.approx(slope, abs=1e-6))
     found = predict(accepted, time, step, 3)
     assert found.ratio == pytest.approx(found.tokens_per_second / (1000 / step))
-    best = best_steps(accepted, time, step)
+    best = best_steps(accepted, time, step, 4)
     assert best.tokens_per_second >= found.tokens_per_second
 
 

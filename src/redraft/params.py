@@ -284,6 +284,13 @@ class EngineParams(_Section):
     env: dict[str, str]
     """Environment of launched servers."""
 
+    @model_validator(mode="after")
+    def _plain_names(self) -> "EngineParams":
+        dashed = [flag for flag in (*self.flags, *self.speculative) if flag.startswith("-")]
+        if dashed:
+            raise ValueError(f"flags are written without dashes: {', '.join(dashed)}")
+        return self
+
 
 class BenchParams(_Section):
     """The bench: is it faster?"""

@@ -1,5 +1,6 @@
 """The bench on the page: verdict and table per concurrency, predictions beside measurements, and their plots."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ def name(arm: str) -> str:
     """An arm in words."""
     if arm == PLAIN:
         return "plain"
-    if "x" in arm:
+    if re.fullmatch(r"\d+x\d+x\d+", arm):
         steps, topk, tokens = arm.split("x")
         return f"tree of {tokens} ({steps} steps, topk {topk})"
     return f"{arm} drafted"
@@ -115,14 +116,14 @@ def _machine(machine: Metrics) -> str:
 
 def _level(level: str, told: Metrics) -> str:
     table = markdown(_HEADER, [_row(arm, row) for arm, row in told["rows"].items()])
-    drift = (
-        f" The plain arm was measured twice; the second run was {told['drift']:+.1%}."
-        if told["drift"] is not None
-        else ""
-    )
-    return (
-        f"**Concurrency {level}: {told['word']}.** {told['reason'][:1].upper()}{told['reason'][1:]}.{drift}\n\n{table}"
-    )
+    text = f"**Concurrency {level}: {told['word']}.** {told['reason'][:1].upper()}{told['reason'][1:]}."
+    best = told["rows"].get(told["best"], {})
+    if "needed_cycle_ms" in best:
+        verify = f", its verify {best['needed_verify_ms']:.1f} ms" if "needed_verify_ms" in best else ""
+        text += f" At this acceptance a cycle may take {best['needed_cycle_ms']:.1f} ms{verify}, to break even."
+    if told["drift"] is not None:
+        text += f" The plain arm was measured twice; the second run was {told['drift']:+.1%}."
+    return f"{text}\n\n{table}"
 
 
 def _row(arm: str, row: Metrics) -> tuple[str, ...]:

@@ -183,8 +183,13 @@ def _probe(params: Params, probe: Metrics) -> str:
 
 def _lossless(probe: Metrics) -> str:
     outputs = probe["outputs"]
-    if not probe["lossless"]:
+    if probe["lossless"] is None:
         return "No server without speculation was there: whether the output is the target's own was not compared."
+    if not probe["lossless"]:
+        return (
+            f"{outputs['equal']} of {outputs['prompts']} outputs with speculation equal the plain ones; in "
+            f"{probe['engine']['dtype']} rounding decides the others (largest gap {outputs['largest_gap']:.3f})."
+        )
     ties = f", {outputs['ties']} part at a near-tie" if outputs["ties"] else ""
     return (
         f"Greedy output with speculation equals the target's own, token for token: {outputs['equal']} of "

@@ -12,9 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MOST_STEPS = 8
-"""Draft steps up to which the best number is looked for."""
-
 
 def break_even(cycle_ms: float, step_ms: float) -> float:
     """The accept length at which a cycle of `cycle_ms` costs what plain decoding of as many tokens does."""
@@ -55,6 +52,8 @@ class CycleTime:
     def fit(cls, measured: Mapping[int, float]) -> "CycleTime":
         """Least squares over cycle times by number of draft steps, at least two of them."""
         slope, fixed = np.polyfit(list(measured), list(measured.values()), 1)
+        if slope < 0:  # noise: no draft is free
+            return cls(float(np.mean(list(measured.values()))), 0.0)
         return cls(float(fixed), float(slope))
 
     def at(self, spec_steps: int) -> float:
@@ -80,7 +79,7 @@ def predict(accepted_at: Sequence[float], time: CycleTime, step_ms: float, spec_
     return Prediction(spec_steps, length, cycle, tokens_per_second(length, cycle), length / break_even(cycle, step_ms))
 
 
-def best_steps(accepted_at: Sequence[float], time: CycleTime, step_ms: float) -> Prediction:
-    """The number of draft steps, at most `MOST_STEPS`, that is predicted fastest."""
-    every = [predict(accepted_at, time, step_ms, steps) for steps in range(1, MOST_STEPS + 1)]
+def best_steps(accepted_at: Sequence[float], time: CycleTime, step_ms: float, most: int) -> Prediction:
+    """The number of draft steps, at most `most`, that is predicted fastest."""
+    every = [predict(accepted_at, time, step_ms, steps) for steps in range(1, most + 1)]
     return max(every, key=lambda each: each.tokens_per_second)

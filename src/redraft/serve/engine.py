@@ -105,5 +105,5 @@ def serving(engine: _Engine) -> Iterator[_Engine]:
         engine.start()
         yield engine
     finally:
-        signal.signal(signal.SIGTERM, before)
         engine.stop()
+        signal.signal(signal.SIGTERM, before)

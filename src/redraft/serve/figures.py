@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from redraft.serve.acceptance import Acceptance
-from redraft.serve.cycle import break_even
+from redraft.serve.cycle import break_even, needed_cycle
 from redraft.serve.engine import Generation
 from redraft.serve.load import AGAIN, PLAIN, Block, Series
 
@@ -66,7 +66,7 @@ def arm_figures(blocks: Sequence[Block], spec_steps: int) -> dict[str, Any]:
         return row
     served = Acceptance(spec_steps)
     for answer in answers:
-        if answer.accepted or not answer.verify_steps:
+        if len(answer.every_step()) == answer.verify_steps:
             served.add(answer.accepted)
         else:
             served.add_untold(answer.verify_steps, answer.right)
@@ -111,9 +111,16 @@ def _interval(one: Sequence[Block], other: Sequence[Block]) -> tuple[float, floa
 
 
 def against_plain(series: Series, arm: str, row: dict[str, Any]) -> dict[str, float]:
-    """What a speculative arm's row gets besides: `ratio`, its interval, and `break_even`."""
-    plain = [block for name in (PLAIN, AGAIN) for block in series.get(name, [])]
-    return {**ratio(series, arm), "break_even": round(break_even(row["cycle_ms"], step_ms(plain)), 3)}
+    """What a speculative arm's row gets besides: `ratio`, its interval, `break_even`.
+
+    And the longest cycle, ms, that would break even at today's acceptance, and of it the verify where drafting is told.
+    """
+    plain = step_ms([block for name in (PLAIN, AGAIN) for block in series.get(name, [])])
+    needed = needed_cycle(row["accept_length"], plain)
+    told = {"break_even": round(break_even(row["cycle_ms"], plain), 3), "needed_cycle_ms": round(needed, 3)}
+    if row["draft_share"] is not None:
+        told["needed_verify_ms"] = round(needed - row["draft_share"] * row["cycle_ms"], 3)
+    return {**ratio(series, arm), **told}
 
 
 def drift(series: Series) -> float | None:

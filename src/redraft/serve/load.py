@@ -17,7 +17,7 @@ from redraft.serve.engine import Engine, Generation, serving
 
 PLAIN, AGAIN = "plain", "plain again"
 WARM_UP_TOKENS = 8
-LEAST_BLOCKS = 3
+LEAST_BLOCKS, GOOD_BLOCKS = 3, 8
 
 
 @dataclass
@@ -38,13 +38,13 @@ Series = dict[str, list[Block]]
 
 
 def blocks_of(prompts: Sequence[list[int]], concurrency: int) -> list[Sequence[list[int]]]:
-    """Prompts in blocks of 4 a client (one client: of one), but at least `LEAST_BLOCKS` blocks.
+    """Prompts in blocks of 4 a client (one client: of one), fewer where that gives fewer than `GOOD_BLOCKS` blocks.
 
     Raises:
         RedraftError: too few prompts to keep that many clients busy.
     """
-    size = 1 if concurrency == 1 else min(4 * concurrency, len(prompts) // LEAST_BLOCKS)
-    if size < concurrency or len(prompts) < LEAST_BLOCKS:
+    size = 1 if concurrency == 1 else max(concurrency, min(4 * concurrency, len(prompts) // GOOD_BLOCKS))
+    if len(prompts) < LEAST_BLOCKS * size:
         raise RedraftError(
             "There are too few prompts for this concurrency.",
             where="bench.prompts in the profile, and the held-out samples",
@@ -60,8 +60,11 @@ def run_block(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int,
     Raises:
         RedraftError: no prompt was answered, and the engine cannot generate any more.
     """
-    engine.flush()
     errors: list[RedraftError] = []
+    try:
+        engine.flush()
+    except RedraftError as error:
+        errors.append(error)
 
     def client(prompt: list[int]) -> Generation | None:
         try:
@@ -74,8 +77,14 @@ def run_block(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int,
     if concurrency == 1:
         given = [client(prompt) for prompt in prompts]
     else:
-        with ThreadPoolExecutor(concurrency) as pool:
+        pool = ThreadPoolExecutor(concurrency)
+        try:
             given = list(pool.map(client, prompts))
+        except BaseException:  # an interrupt must not wait for the answers that are under way
+            pool.shutdown(wait=False, cancel_futures=True)
+            engine.stop()
+            raise
+        pool.shutdown()
     seconds = time.perf_counter() - began
     answers = [answer for answer in given if answer is not None]
     if not answers and not engine.ready():

@@ -6,13 +6,14 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
 from redraft.errors import RedraftError
 
-_DIFFERS = {"spec_steps", "command", "joined", "model_path", "speculative_draft_model_path", "mem_fraction_static"}
-"""Of an engine's description, what two runs of one engine may differ in."""
+_DIFFERS = {"spec_steps", "command", "model_path", "speculative_draft_model_path", "mem_fraction_static"}
+"""Of an engine's description, what two runs of one engine may differ in; the target is compared by its hash."""
 
 ALIKE = (
     "version", "model_path", "dtype", "quantization", "context_length", "max_running_requests", "tp_size", "dp_size",
@@ -42,7 +43,7 @@ def machine() -> dict[str, Any]:
 
 
 def require_same(one: Mapping[str, Any], other: Mapping[str, Any], where: str) -> None:
-    """Refuse to compare the speeds of two benches (`metrics/bench.json`) of different machines or engines.
+    """Refuse to compare the speeds of two benches (`metrics/bench.json`) of different machines, engines or tasks.
 
     Raises:
         RedraftError: naming what differs.
@@ -51,6 +52,7 @@ def require_same(one: Mapping[str, Any], other: Mapping[str, Any], where: str) -
     engines = one["engine"], other["engine"]
     names = sorted(name for name in engines[0].keys() | engines[1].keys() if name not in _DIFFERS)
     pairs |= {f"engine.{name}": (engines[0].get(name), engines[1].get(name)) for name in names}
+    pairs |= {name: (one.get(name), other.get(name)) for name in ("target", "asked")}
     apart = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if apart:
         raise RedraftError(
@@ -63,17 +65,19 @@ def require_same(one: Mapping[str, Any], other: Mapping[str, Any], where: str) -
 
 
 def require_alike(plain: Mapping[str, Any], speculative: Mapping[str, Any]) -> None:
-    """Refuse two joined servers that differ in more than speculation; each is given by its description.
+    """Refuse two joined servers on two hosts, or that differ in more than speculation; each by its description.
 
     Raises:
         RedraftError: naming what differs.
     """
     apart = [name for name in ALIKE if plain.get(name) != speculative.get(name)]
-    if apart:
+    hosts = [urlsplit(str(each.get("joined", ""))).hostname for each in (plain, speculative)]
+    if apart or hosts[0] != hosts[1]:
         raise RedraftError(
             "The servers with and without speculation are not alike.",
             where="engine.url, engine.baseline_url in the profile",
             expected="one release, target and settings, but for speculation",
-            found="; ".join(f"{name} {plain.get(name)} and {speculative.get(name)}" for name in apart),
+            found="; ".join(f"{name} {plain.get(name)} and {speculative.get(name)}" for name in apart)
+            or f"hosts {hosts}",
             fix="start both with the same flags but for --speculative-*",
         )

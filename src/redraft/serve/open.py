@@ -58,26 +58,31 @@ def open_servers(config: Config, target: Path, drafter: Path, spec_steps: Sequen
 
 
 def _server(config: Config, target: Path, drafter: Path, steps: int, params: EngineParams) -> SGLangEngine:
+    """One server, not started; with a drafter its files are linted first, for the release that will read them."""
     described = read_config(target, config.profile.target.trust_remote_code)
     context = int(params.flags.get("context-length") or described.get_text_config().max_position_embeddings)
-    if steps and not params.url:
-        require_clean(lint(drafter, target, installed_version(params.python), context=context), drafter)
     draft = drafter if steps else None
-    return SGLangEngine(params, target, draft, steps, _stop_ids(config, target), context, store_root() / "serve")
+    engine = SGLangEngine(params, target, draft, steps, _stop_ids(config, target), context, store_root() / "serve")
+    if steps:
+        if params.url:
+            engine.start()  # only asks the server what it is
+        version = str(engine.describe()["version"]) if params.url else installed_version(params.python)
+        require_clean(lint(drafter, target, version, context=None if params.url else context), drafter)
+    return engine
 
 
 def open_arms(config: Config, target: Path, drafter: Path) -> tuple[dict[str, Engine], bool]:
     """Engines of a bench by the name of their arm, not started, and whether all can live at once.
 
     Names: `plain`; `3` for a chain of 3 drafts; `3x4x8` for a tree of 3 steps, topk 4, 8 draft tokens; another
-    drafter's folder and the probe's number of drafts, `initial 3`. A joined server gives what it serves alone.
+    drafter's folder and the probe's number of drafts, `artifacts/initial 3`. A joined server gives only what it serves.
 
     Raises:
         RedraftError: trees on the engine `torch`; see `open_servers`.
     """
     bench, params = config.profile.bench, config.profile.engine
-    others = {f"{Path(folder).name} {config.params.spec_steps}": Path(folder) for folder in bench.compare}
     steps = config.params.spec_steps
+    others = {f"{folder} {steps}": Path(folder) for folder in bench.compare}
     if config.params.engine == "torch":
         if bench.trees:
             raise RedraftError("The engine torch drafts chains only.", where="bench.trees", fix="engine: sglang")
@@ -92,6 +97,14 @@ def open_arms(config: Config, target: Path, drafter: Path) -> tuple[dict[str, En
     if params.url or params.baseline_url:  # what is served there cannot be changed
         served = open_servers(config, target, drafter, (0, steps))
         return {PLAIN if not number else str(number): each for number, each in served.items()}, True
+    if max(bench.concurrency) > params.max_running:
+        raise RedraftError(
+            "The servers run fewer requests at once than the bench asks for.",
+            where="engine.max_running, bench.concurrency in the profile",
+            expected=f"at least {max(bench.concurrency)}",
+            found=params.max_running,
+            cause="the rest would wait in a queue, and be reported as that concurrency",
+        )
     launched = open_servers(config, target, drafter, (0, *bench.spec_steps))
     arms = {PLAIN if not number else str(number): each for number, each in launched.items()}
     for depth, topk, tokens in bench.trees:

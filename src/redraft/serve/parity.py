@@ -175,7 +175,8 @@ def hold_against_models(
         pairs = progress(list(zip(prompts, answers, strict=True)), "probe torch", "prompt")
         own = [engine.generate(prompt, max(1, len(given.ids))) for prompt, given in pairs]
         reference = counts(own, spec_steps, every=True)
-        require_parity(counts(own, spec_steps, every=False), walked, "walked", replay, donor, exact=True)
+        if exact:  # else the answers here are others than the walked ones
+            require_parity(counts(own, spec_steps, every=False), walked, "walked", replay, donor, exact=True)
     require_parity(served, reference, "walked" if here else "engine torch", replay, donor, exact=exact)
     found = gap(served, reference)
     lengths = {"walked": round(length(walked), 4)} | ({} if here else {"torch": round(length(reference), 4)})

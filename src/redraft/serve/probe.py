@@ -93,8 +93,18 @@ def serve_both(
         prompts: token ids.
         max_new_tokens: of each answer.
         title: of the progress bars.
+
+    Raises:
+        RedraftError: no engine speculates.
     """
-    (steps,) = (number for number in engines if number)
+    steps = max(engines, default=0)
+    if not steps:
+        raise RedraftError(
+            "A probe needs a server with speculation.",
+            where="engine.url in the profile",
+            found="engine.baseline_url alone",
+            fix="give engine.url as well, or neither: then both servers are started here",
+        )
     answers: dict[int, list[Generation]] = {}
     for number in sorted(engines):
         with serving(engines[number]) as engine:
@@ -129,6 +139,17 @@ def require_lossless(comparison: Comparison) -> None:
             found=f"token {row['tokens'][1]}, logits {row['gap']} apart; shape noise of the model {row['shape_noise']}",
             cause="a fault in the verify step or in a cache: the drafter alone can never change the output",
         )
+
+
+def trained_length(outputs: Comparison, record: Mapping[str, Any]) -> dict[str, int]:
+    """The longest row that the drafter was trained on (`redraft.json`), and how many probed answers end beyond it."""
+    trained = record.get("training", {}).get("row_tokens")
+    if not trained:
+        return {}
+    longer = sum(len(prompt) + len(given.ids) > trained for prompt, _, given in outputs.answers)
+    if longer:
+        print(f"warning: {longer} prompts with their answers are longer than the {trained} tokens of a training row")
+    return {"trained_tokens": trained, "longer_than_trained": longer}
 
 
 def require_acceptance(accept_length: float, least: float) -> None:

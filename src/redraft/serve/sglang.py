@@ -37,6 +37,7 @@ SPECULATIVE_SETTINGS = (
     "speculative_accept_threshold_single", "speculative_accept_threshold_acc", "mem_fraction_static",
 )  # fmt: skip
 MOST_CLIENTS = 1024
+FLUSH_SECONDS = 10.0
 ONE_TOKEN = {"temperature": 0, "max_new_tokens": 1}
 CONNECT_SECONDS = 5.0
 HEALTH_SECONDS = 30.0
@@ -137,7 +138,7 @@ class SGLangEngine:
         self._session.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=MOST_CLIENTS))
         self._lock = Lock()
         self._session.trust_env = False  # a proxy of the environment is not for a server on this machine
-        taken = OWN_FLAGS & {flag.removeprefix("--") for flag in (*self.params.flags, *self.params.speculative)}
+        taken = OWN_FLAGS & {*self.params.flags, *self.params.speculative}
         if taken:
             raise RedraftError(
                 "The profile sets a flag that the engine decides.",
@@ -187,7 +188,7 @@ class SGLangEngine:
                 "speculative-num-draft-tokens": self.draft_tokens,
                 **self.params.speculative,
             }
-        given = [(f"--{name.removeprefix('--')}", value) for name, value in flags.items() if value is not False]
+        given = [(f"--{name}", value) for name, value in flags.items() if value is not False]
         words = [[name] if value is True else [name, str(value)] for name, value in given]
         return [
             _interpreter(self.params.python),
@@ -198,7 +199,8 @@ class SGLangEngine:
 
     def start(self) -> None:
         """Launch or join the server, wait until it generates, and check what it says of itself."""
-        name = f"sglang-{self.spec_steps}" if self.spec_steps else "sglang-baseline"
+        shape = f"{self.spec_steps}x{self.params.topk}x{self.draft_tokens}"
+        name = f"sglang-{self.drafter.name}-{shape}" if self.drafter else "sglang-baseline"
         if self.url:
             if not self.ready():
                 self._fail("The server does not answer.", "no 200 from /health_generate; give the URL of a running one")
@@ -230,7 +232,7 @@ class SGLangEngine:
             if reply.status_code == 404:  # before 0.5.6
                 reply = self._session.get(self._base + "/get_server_info", timeout=timeout)
             info = reply.json()
-            return {**(info.get("internal_states") or [{}])[0], **info}
+            return {**info, **(info.get("internal_states") or [{}])[0]}
         except (requests.RequestException, ValueError, AttributeError, IndexError, TypeError) as error:
             self._fail("The server does not tell its settings.", f"/server_info: {type(error).__name__}: {error}"[:300])
 
@@ -245,6 +247,13 @@ class SGLangEngine:
                 "speculative_num_draft_tokens": self.draft_tokens,
             }
         found = {name: self._info.get(name) for name in wanted}
+        running = self._info.get("effective_max_running_requests_per_dp")
+        if (
+            running is not None
+            and not self.url
+            and running * (self._info.get("dp_size") or 1) < self.params.max_running
+        ):
+            wanted["max_running"], found["max_running"] = self.params.max_running, running
         if found != wanted:
             cause = "SGLang changed a setting, or the server that was joined has others"
             if self.spec_steps and found["speculative_algorithm"] == "EAGLE":
@@ -281,10 +290,9 @@ class SGLangEngine:
         meta: dict[str, Any] = {}
         for event in self._stream({"input_ids": prompt, "sampling_params": sampling, "stream": True}):
             seconds = time.perf_counter() - began
-            new = event.get("output_ids") or []
-            ids = new if new[: len(ids)] == ids else ids + new  # some releases send all, some what is new
+            new, meta = event.get("output_ids") or [], event["meta_info"]
+            ids = new if meta.get("completion_tokens") == len(new) else ids + new  # all so far, or what is new
             first = first or (seconds if ids else 0.0)
-            meta = event["meta_info"]
         finish = meta.get("finish_reason") or {}
         if meta.get("completion_tokens") == len(ids) + 1 and finish.get("type") == "stop":
             ids = [*ids, finish["matched"]]
@@ -328,8 +336,14 @@ class SGLangEngine:
         return abs(sum(parts)) if parts else None
 
     def flush(self) -> None:
-        """Drop the states of prompts answered before."""
-        self._post("/flush_cache", None)
+        """Drop the states of prompts answered before; refused until the scheduler has put the last answer away."""
+        end = time.monotonic() + FLUSH_SECONDS
+        while True:
+            try:
+                return self._post("/flush_cache", None)
+            except RedraftError:
+                if time.monotonic() > end:
+                    raise
 
     def _gap(self, prefix: list[int], first: int, second: int) -> float:
         asked = {"temperature": 0, "max_new_tokens": 1}

@@ -5,12 +5,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from redraft.errors import RedraftError
-from redraft.serve.cycle import MOST_STEPS, CycleTime, Prediction, best_steps, needed_cycle, predict
+from redraft.serve.cycle import CycleTime, Prediction, best_steps, needed_cycle, predict
 from redraft.serve.figures import against_plain, arm_figures, drift, invalid
 from redraft.serve.load import AGAIN, PLAIN, Series
 
 WITHIN_REACH = 0.85
 """Of the accept length that is needed: from here on more training may bring the rest."""
+BEYOND = 2
+"""Draft steps past the measured ones up to which the curve is drawn."""
 WORTH_IT = 1.03
 """Predicted gain of another number of drafts that is worth a word."""
 Rows = Mapping[str, Mapping[str, Any]]
@@ -92,13 +94,16 @@ def judge(rows: Rows, faults: list[str]) -> Verdict:
         f"drafted, at accept length {length:.2f} of at most {steps + 1}; break-even is {need:.2f}"
     )
     parts = model(rows)
-    best = best_steps(*parts) if parts else None
+    best = best_steps(*parts, most=max(chains(rows)) + 1) if parts else None
     if row["ratio_low"] > 1:
         return Verdict("ship", why, _further(best, row, name) or f"serve it with {name} drafted tokens")
     if row["ratio_high"] >= 1:
         return Verdict("unclear: interval spans 1", why, "measure with more prompts (bench.prompts)")
     most = needed_cycle(length, plain["step_ms"])
     faster = f"a faster verify: a cycle takes {row['cycle_ms']:.1f} ms, at this accept length at most {most:.1f} ms pay"
+    if length >= need:
+        lost = f"{why}: decoding alone would gain, the first token ({row['first_token_ms']:.0f} ms) takes it away"
+        return Verdict("no: slower", lost, "longer answers, or a faster prefill with speculation")
     if need > steps + 1:
         return Verdict("no: slower", f"{why}, more than a cycle can ever yield", _further(best, row, name) or faster)
     if length >= WITHIN_REACH * need:
@@ -141,14 +146,19 @@ def summary(
     """
     verdicts, levels = {}, {}
     for level, series in measured.items():
-        rows = {name: arm_figures(blocks, spec_steps[name]) for name, blocks in series.items() if name != AGAIN}
+        faults = invalid(series, asked)
+        rows = {
+            name: arm_figures(blocks, 0 if faults else spec_steps[name])
+            for name, blocks in series.items()
+            if name != AGAIN
+        }
         for name, row in rows.items():
-            if spec_steps[name] and PLAIN in rows:
+            if spec_steps[name] and PLAIN in rows and not faults:
                 row |= against_plain(series, name, row)
-        verdicts[level] = judge(rows, invalid(series, asked))
+        verdicts[level] = judge(rows, faults)
         told: dict[str, Any] = {"rows": rows, "best": best_arm(rows), "drift": drift(series), **asdict(verdicts[level])}
-        if level == 1:
-            told |= {"predictions": predictions(rows), "curve": curve(rows, MOST_STEPS)}
+        if level == 1 and not faults:
+            told |= {"predictions": predictions(rows), "curve": curve(rows, BEYOND + max(chains(rows), default=0))}
         levels[str(level)] = told
     return {
         "verdict": overall(verdicts),

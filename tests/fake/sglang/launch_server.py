@@ -36,6 +36,7 @@ CYCLE = float(os.environ.get("FAKE_CYCLE", "1"))
 served = 0
 busy: set[int] = set()
 known: set[str] = set()
+refused: list[int] = []
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -56,7 +57,12 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(503 if FAKE == "never ready" else 200, b"")
         if self.path != "/server_info":
             return self.reply(404, b"")
-        info: dict[str, Any] = {"version": "0.5.23", "dtype": "float32", "device": "cpu", **FLAGS}
+        info: dict[str, Any] = {
+            "version": "0.5.23",
+            "dtype": os.environ.get("FAKE_DTYPE", "float32"),
+            "device": "cpu",
+            **FLAGS,
+        }
         numbers = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
         info |= {name: int(FLAGS[name]) for name in numbers if name in FLAGS}
         info.setdefault("speculative_algorithm", None)
@@ -72,6 +78,9 @@ class Handler(BaseHTTPRequestHandler):
         global served
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
         if self.path == "/flush_cache":
+            refused.append(served)
+            if FAKE == "busy" and refused.count(served) < 3:  # the last answer is not put away yet
+                return self.reply(400, b"Flush cache failed.\n")
             if FAKE != "cache":  # one that cannot be emptied
                 known.clear()
             return self.reply(200, b"Cache flushed.\n")
@@ -107,24 +116,32 @@ class Handler(BaseHTTPRequestHandler):
             meta |= {"spec_correct_drafts_histogram": histogram}
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Connection", "close")
+        self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        self.work(tokens, seen)
-        half = {"output_ids": ids[: tokens // 2], "meta_info": {"finish_reason": None}}
-        self.wfile.write(f"data: {json.dumps(half)}\n\n".encode())
+        self.start_late()
+        self.chunk(json.dumps({"output_ids": ids[:1], "meta_info": {"finish_reason": None, "completion_tokens": 1}}))
+        seconds = TOKEN_SECONDS * ((tokens - 1) / 2 * CYCLE if STEPS else tokens - 1)
+        time.sleep(seconds / (5 if seen and FAKE == "cache" else 1))
         if FAKE == "dropped" and served > 2:
-            self.connection.close()
+            self.close_connection = True  # without the end of the stream
             return
-        self.wfile.write(f"data: {json.dumps({'output_ids': ids, 'meta_info': meta})}\n\ndata: [DONE]\n\n".encode())
+        self.chunk(json.dumps({"output_ids": ids, "meta_info": meta}))
+        self.chunk("[DONE]")
+        self.wfile.write(b"0\r\n\r\n")
 
-    def work(self, tokens: int, seen: bool) -> None:
-        """Take the time of decoding; the first answer of so many clients at once takes 2 s more."""
+    def chunk(self, data: str) -> None:
+        """One event of the stream."""
+        event = f"data: {data}\n\n".encode()
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
+
+    def start_late(self) -> None:
+        """The first answer of so many clients at once takes 2 s more, if FAKE says slow first."""
         me = threading.get_ident()
         running.add(me)
+        time.sleep(0.02)  # the other clients arrive
         if FAKE == "slow first" and len(running) not in busy:
             busy.add(len(running))
             time.sleep(2)
-        time.sleep(TOKEN_SECONDS * (tokens / 2 * CYCLE if STEPS else tokens) / (5 if seen and FAKE == "cache" else 1))
         running.discard(me)
 
 
