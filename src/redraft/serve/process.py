@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from redraft.errors import RedraftError
 from redraft.progress import counter
 
@@ -196,8 +198,14 @@ class ServerProcess:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self._child.poll()
-            try:
-                os.killpg(self._child.pid, 0)
-            except (ProcessLookupError, PermissionError):
+            if not any(_in_group(process, self._child.pid) for process in psutil.process_iter(["status"])):
                 return
             time.sleep(0.02)
+
+
+def _in_group(process: psutil.Process, group: int) -> bool:
+    """Whether a process runs in `group`; one that is dead and only not yet reaped does not."""
+    try:
+        return os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, PermissionError):
+        return False

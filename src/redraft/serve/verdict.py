@@ -96,7 +96,7 @@ def judge(rows: Rows, faults: list[str]) -> Verdict:
     parts = model(rows)
     best = best_steps(*parts, most=max(chains(rows)) + 1) if parts else None
     if row["ratio_low"] > 1:
-        return Verdict("ship", why, _further(best, row, name) or f"serve it with {name} drafted tokens")
+        return Verdict("ship", why, _further(best, rows, name) or f"serve it with {name} drafted tokens")
     if row["ratio_high"] >= 1:
         return Verdict("unclear: interval spans 1", why, "measure with more prompts (bench.prompts)")
     most = needed_cycle(length, plain["step_ms"])
@@ -105,17 +105,17 @@ def judge(rows: Rows, faults: list[str]) -> Verdict:
         lost = f"{why}: decoding alone would gain, the first token ({row['first_token_ms']:.0f} ms) takes it away"
         return Verdict("no: slower", lost, "longer answers, or a faster prefill with speculation")
     if need > steps + 1:
-        return Verdict("no: slower", f"{why}, more than a cycle can ever yield", _further(best, row, name) or faster)
+        return Verdict("no: slower", f"{why}, more than a cycle can ever yield", _further(best, rows, name) or faster)
     if length >= WITHIN_REACH * need:
         action = "more data or epochs: it is within reach"
     else:
         action = f"{faster}; or more data, another fill, a larger draft vocabulary"
-    return Verdict(f"no: needs accept length ≥ {need:.2f}", why, _further(best, row, name) or action)
+    return Verdict(f"no: needs accept length ≥ {need:.2f}", why, _further(best, rows, name) or action)
 
 
-def _further(best: Prediction | None, row: Mapping[str, Any], name: str) -> str | None:
-    """Another number of drafts, if it is predicted to pay, and more than this one."""
-    if best is None or str(best.spec_steps) == name or best.ratio < max(1.0, WORTH_IT * row["ratio"]):
+def _further(best: Prediction | None, rows: Rows, name: str) -> str | None:
+    """A number of drafts that was not measured, if it is predicted to pay, and more than the best that was."""
+    if best is None or str(best.spec_steps) in rows or best.ratio < max(1.0, WORTH_IT * rows[name]["ratio"]):
         return None
     return f"try spec_steps: {best.spec_steps}, for which {best.ratio:.2f} times the plain tokens/s are predicted"
 

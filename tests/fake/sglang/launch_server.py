@@ -135,13 +135,13 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
 
     def start_late(self) -> None:
-        """The first answer of so many clients at once takes 2 s more, if FAKE says slow first."""
+        """The first answer of so many clients at once takes 1.2 s more, if FAKE says slow first."""
         me = threading.get_ident()
         running.add(me)
         time.sleep(0.02)  # the other clients arrive
         if FAKE == "slow first" and len(running) not in busy:
             busy.add(len(running))
-            time.sleep(2)
+            time.sleep(1.2)
         running.discard(me)
 
 
