@@ -8,7 +8,7 @@ from redraft.params import Config
 from redraft.serve.load import PLAIN, measure
 from redraft.serve.machine import machine, require_alike
 from redraft.serve.open import open_arms
-from redraft.serve.verdict import require_ratios, summary
+from redraft.serve.verdict import refusal, summary
 from redraft.stage import Result, run
 from redraft.target.model import target_hash
 
@@ -30,7 +30,6 @@ def main(config: Config) -> Result:
             require_alike(arms[PLAIN].describe(), arms[name].describe())
     metrics = summary(measured, {name: arm.spec_steps for name, arm in arms.items()}, params.max_new_tokens, skipped)
     print(metrics["verdict"])
-    require_ratios(metrics["levels"], params.min_ratio)
     described = {name: arm.describe() for name, arm in arms.items()}
     memory = {name: arm.memory_gib() for name, arm in arms.items()}
     metrics |= {
@@ -41,7 +40,8 @@ def main(config: Config) -> Result:
         "target": target_hash(TARGET),
         "asked": {"prompts": len(prompts), "max_new_tokens": params.max_new_tokens},
     }
-    return Result(metrics, headline=_headline(metrics["levels"]))
+    refused = refusal(metrics["levels"], params.min_ratio)
+    return Result(metrics, headline=_headline(metrics["levels"]), refused=refused)
 
 
 def _headline(levels: dict[str, dict[str, Any]]) -> dict[str, float]:

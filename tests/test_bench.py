@@ -12,11 +12,15 @@ from hypothesis import strategies as st
 from test_sglang import FAKE, params
 
 from redraft.cli import main
+from redraft.drafter.facts import Finding
 from redraft.errors import RedraftError
-from redraft.serve.engine import Generation
+from redraft.params import Config, load_config
+from redraft.serve.engine import Generation, serving
 from redraft.serve.figures import arm_figures, drift, invalid, ratio
 from redraft.serve.load import AGAIN, PLAIN, Block, blocks_of, measure
 from redraft.serve.machine import machine, require_alike, require_same
+from redraft.serve.open import open_arms
+from redraft.serve.probe import serve_both
 from redraft.serve.sglang import SGLangEngine
 from redraft.serve.verdict import summary
 
@@ -256,3 +260,66 @@ def test_joined_servers_differ_in_speculation_alone() -> None:
         require_alike({**plain, "joined": "http://a:1"}, {**plain, "joined": "http://b:1"})
     with pytest.raises(RedraftError, match="max_running_requests 8 and 48"):
         require_alike(plain, {**plain, "max_running_requests": 48})
+
+
+# --- which arms there are
+
+
+def configured(project: Path, server: dict[str, Any], bench: dict[str, Any], **params: Any) -> Config:
+    config = load_config(project)
+    profile = config.profile
+    changed = profile.model_copy(
+        update={"engine": profile.engine.model_copy(update=server), "bench": profile.bench.model_copy(update=bench)}
+    )
+    return Config(params=config.params.model_copy(update=params), profile=changed)
+
+
+def opened(project: Path, server: dict[str, Any], bench: dict[str, Any], **params: Any) -> tuple[dict[str, Any], bool]:
+    artifacts = project / "artifacts"
+    return open_arms(configured(project, server, bench, **params), artifacts / "target", artifacts / "drafter")
+
+
+def test_launched_arms_are_chains_trees_and_other_drafters(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(FAKE))
+    donor = str(project / "artifacts/donor")
+    found, together = opened(project, {}, {"spec_steps": (1, 3), "trees": ((3, 2, 5),), "compare": (donor,)})
+    assert not together
+    assert list(found) == [PLAIN, "1", "3", "3x2x5", f"{donor} 3"]
+    assert (found["3x2x5"].params.topk, found["3x2x5"].draft_tokens) == (2, 5)
+    assert found[f"{donor} 3"].drafter == Path(donor)
+    assert found[PLAIN].drafter is None
+    with pytest.raises(RedraftError, match="fewer requests at once"):
+        opened(project, {"max_running": 2}, {"concurrency": (1, 4)})
+
+
+def test_arms_of_the_engine_torch(project: Path) -> None:
+    donor = str(project / "artifacts/donor")
+    found, together = opened(project, {}, {"spec_steps": (2,), "compare": (donor,)}, engine="torch")
+    assert together
+    assert {name: arm.spec_steps for name, arm in found.items()} == {PLAIN: 0, "2": 2, f"{donor} 3": 3}
+    with pytest.raises(RedraftError, match="chains only"):
+        opened(project, {}, {"trees": ((3, 2, 5),)}, engine="torch")
+
+
+def test_joined_servers_are_linted_by_their_own_release(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(FAKE))
+    launched = arms(tmp_path)
+    with serving(launched[PLAIN]) as plain, serving(launched["3"]) as speculative:
+        both = {"baseline_url": plain._base, "url": speculative._base}
+        found, together = opened(project, both, {})
+        assert together
+        assert list(found) == [PLAIN, "3"]
+        assert list(opened(project, {"baseline_url": plain._base}, {})[0]) == [PLAIN]
+        only, _ = opened(project, {"url": speculative._base}, {})
+        assert list(only) == ["3"]
+        answers = measure(only, [[number] for number in range(4)], TOKENS, [1], together=True, told=lambda _: None)
+        alone = summary(answers, {"3": 3}, TOKENS, {})
+        assert alone["levels"]["1"]["word"] == "unclear: no ratio"
+        assert "ratio" not in alone["levels"]["1"]["rows"]["3"]
+        with pytest.raises(RedraftError, match="a server with speculation"):
+            serve_both({0: found[PLAIN]}, [[1]], 4, "test")
+        monkeypatch.setattr("redraft.serve.open.lint", lambda *_, **__: [Finding("odd", "error", "x", "y", "z")])
+        with pytest.raises(RedraftError, match="odd"):
+            opened(project, both, {})

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redraft.errors import RedraftError
 from redraft.serve.cycle import (
     CycleTime,
     accept_length,
@@ -16,7 +15,7 @@ from redraft.serve.cycle import (
     predict,
     tokens_per_second,
 )
-from redraft.serve.verdict import Verdict, judge, overall, predictions, require_ratios
+from redraft.serve.verdict import Verdict, judge, overall, predictions, refusal
 
 STEP, CYCLE = 1000 / 82, 30 / 0.97
 """82 tokens/s plain; the verify takes 30 ms, 97 % of a cycle."""
@@ -111,11 +110,9 @@ def test_levels_are_told_apart_and_none_is_the_headline() -> None:
         str(level): {"word": verdict.word, "reason": verdict.reason, "best": "3", "rows": {"3": row(ratio, 2.0, 1.0)}}
         for (level, ratio), verdict in zip(ratios.items(), verdicts.values(), strict=True)
     }
-    require_ratios(levels, {1: 1.5, 4: 1.05})
-    with pytest.raises(RedraftError, match=r"concurrency 16: 0\.8, at least 1 wanted"):
-        require_ratios(levels, {1: 1.0, 16: 1.0})
-    with pytest.raises(RedraftError, match="concurrency 8: no valid ratio"):
-        require_ratios(levels, {8: 1.0})
+    assert refusal(levels, {1: 1.5, 4: 1.05}) is None
+    assert "concurrency 16: 0.8, at least 1 wanted" in str(refusal(levels, {1: 1.0, 16: 1.0}))
+    assert "concurrency 8: no valid ratio" in str(refusal(levels, {8: 1.0}))
     assert overall({1: Verdict("ship", "why", "next")}) == "ship: why"
 
 

@@ -260,9 +260,9 @@ def test_captured_replies(name: str, expected: tuple[int, int, list[int]]) -> No
 # --- the stage
 
 
-def stage(project: Path, fake: str) -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "FAKE": fake, "MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
-    command = [sys.executable, "stages/probe.py"]
+def stage(project: Path, fake: str, name: str = "probe", **more: str) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "FAKE": fake, "MLFLOW_TRACKING_URI": "http://127.0.0.1:9", **more}
+    command = [sys.executable, f"stages/{name}.py"]
     with subprocess.Popen(command, cwd=project, env=environment, text=True, stderr=subprocess.PIPE) as running:
         yield running
 
@@ -290,3 +290,51 @@ def test_an_interrupted_probe_ends_its_server(number: int, code: int, project: P
     assert running.returncode == code
     assert left(mark) == []
     assert not (project / "metrics").exists()
+
+
+@pytest.fixture
+def other_project(project: Path, tmp_path: Path) -> Path:
+    """A project of its own profile over the same artefacts; a tree, since the fake accepts what no drafter would."""
+    for name in ("artifacts", "stages"):
+        (tmp_path / name).mkdir() if name == "artifacts" else (tmp_path / name).symlink_to(project / name)
+    for name in ("target", "corpus", "donor", "drafter"):
+        (tmp_path / "artifacts" / name).symlink_to(project / "artifacts" / name)
+    (tmp_path / "params.yaml").write_text((project / "params.yaml").read_text())
+    (tmp_path / "profiles").mkdir()
+    text = (project / "profiles/tiny.yaml").read_text()
+    text = text.replace("topk: 1", "topk: 2").replace("concurrency: [1]", "concurrency: [2]")
+    (tmp_path / "profiles/tiny.yaml").write_text(text.replace("  prompts: 4\n", "  prompts: 8\n"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("float32", 1), ("bfloat16", 0)])
+def test_another_output_fails_a_probe_in_float32_alone(dtype: str, code: int, other_project: Path, mark: str) -> None:
+    """In fewer bits a verify forward rounds otherwise than one of one token: it is told, and is no fault."""
+    for running in stage(other_project, "changes the output", FAKE_DTYPE=dtype):
+        _, errors = running.communicate(timeout=300)
+    assert running.returncode == code, errors
+    assert left(mark) == []
+    if code:
+        assert "Speculation changed the target's greedy output" in errors
+        assert "logits 0.25 apart" in errors
+        return
+    probe = json.loads((other_project / "metrics/probe.json").read_text())
+    assert probe["lossless"] is False
+    assert probe["outputs"]["largest_gap"] == 0.25
+    assert "parity" not in probe
+
+
+def test_a_bench_that_is_told_to_end_under_load_leaves_no_server(other_project: Path, mark: str) -> None:
+    """Several clients wait for answers that will not come for an hour."""
+    log = other_project / ".store/serve/sglang-baseline.log"
+    for running in stage(other_project, "hangs", "bench"):
+        end = time.monotonic() + 120
+        while (not log.exists() or "hanging" not in log.read_text()) and time.monotonic() < end:
+            time.sleep(0.2)
+        told = time.monotonic()
+        running.send_signal(signal.SIGTERM)
+        running.communicate(timeout=60)
+    assert time.monotonic() - told < 20
+    assert running.returncode == 143
+    assert left(mark) == []
+    assert not (other_project / "metrics").exists()

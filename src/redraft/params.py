@@ -308,7 +308,7 @@ class BenchParams(_Section):
     compare: tuple[str, ...]
     """Folders of other drafters to measure beside this one: `artifacts/donor`, `artifacts/initial`, or any other."""
     min_ratio: dict[Positive, float]
-    """By concurrency, the ratio over plain decoding below which the stage fails."""
+    """By concurrency, the ratio over plain decoding below which the stage fails once its figures are written."""
 
 
 class Profile(_Section):

@@ -28,6 +28,8 @@ class Result:
     """By name; each row has `step` and values."""
     headline: dict[str, float] = field(default_factory=dict)
     """The few figures by which runs are compared."""
+    refused: RedraftError | None = None
+    """Fails the stage after its figures are written: they are whole, and below what was asked."""
 
 
 _current: list[StageRun] = []
@@ -60,6 +62,8 @@ def run(
                 atomic.write_json(Path("metrics") / f"{name}.json", result.metrics)
             atomic.write_json(Path("metrics") / f"{name}_timing.json", seconds)
             tracked.publish(result.metrics or {}, seconds, result.curves, result.headline)
+            if result.refused:
+                raise result.refused
     except RedraftError as error:
         if os.environ.get("REDRAFT_DEBUG") == "1":
             raise

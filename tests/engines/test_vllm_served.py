@@ -16,7 +16,7 @@ from redraft.serve.process import ServerProcess, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 VLLM = ROOT / ".engines/vllm/bin/vllm"
-STEPS, TOKENS = 3, 21
+STEPS, LIMITS = 3, (21, 40)
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
     "OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false",
@@ -31,6 +31,15 @@ def counters(base: str) -> list[int]:
     return [int(float(each[1])) if each else 0 for each in found]
 
 
+def ask(base: str, model: str, prompt: list[int], limit: int) -> tuple[list[int], int, int]:
+    """New ids, verify steps and right drafts of one answer."""
+    before = counters(base)
+    body = {"model": model, "prompt": prompt, "max_tokens": limit, "temperature": 0, "return_token_ids": True}
+    reply = requests.post(f"{base}/v1/completions", json=body, timeout=120).json()
+    steps, right = (after - was for after, was in zip(counters(base), before, strict=True))
+    return reply["choices"][0]["token_ids"], steps, right
+
+
 def test_vllm_accepts_what_the_engine_torch_accepts(tmp_path: Path) -> None:
     """In float32; answers are cut by their length, in the middle of a verify step, as well as by a stop token."""
     folder = make_project(tmp_path / "project")
@@ -38,7 +47,8 @@ def test_vllm_accepts_what_the_engine_torch_accepts(tmp_path: Path) -> None:
     heldout = read_corpus(folder / "artifacts/corpus/heldout.safetensors")
     prompts = [heldout.prompt(index) for index in range(len(heldout))]
     own = models.engines([STEPS])[STEPS]
-    wanted = [own.generate(prompt, TOKENS) for prompt in prompts]
+    wanted = {limit: [own.generate(prompt, limit) for prompt in prompts] for limit in LIMITS}
+    assert {given.finish for answers in wanted.values() for given in answers} == {"stop", "length"}
 
     target, drafter = folder / "artifacts/target", tmp_path / "drafter"
     export_speculators(drafter, read_checkpoint(folder / "artifacts/drafter"), (2, 4, 5), str(target))
@@ -57,18 +67,13 @@ def test_vllm_accepts_what_the_engine_torch_accepts(tmp_path: Path) -> None:
 
     try:
         server.wait(ready, 600)
-        total = [0, 0]
-        for prompt, mine in zip(prompts, wanted, strict=True):
-            before = counters(base)
-            body = {"model": str(target), "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
-            reply = requests.post(f"{base}/v1/completions", json={**body, "return_token_ids": True}, timeout=120).json()
-            assert reply["choices"][0]["token_ids"] == mine.ids
-            steps, right = (after - was for after, was in zip(counters(base), before, strict=True))
-            print(f"vLLM {steps} steps, {right} accepted; torch {mine.verify_steps}, {mine.right}; {mine.finish}")
-            total = [total[0] + steps, total[1] + right]
+        served = {limit: [ask(base, str(target), prompt, limit) for prompt in prompts] for limit in LIMITS}
     finally:
         server.stop()
-    served = 1 + total[1] / total[0]
-    mine_steps, mine_right = sum(given.verify_steps for given in wanted), sum(given.right for given in wanted)
-    print(f"\nvLLM {served:.4f} over {total[0]} steps, torch {1 + mine_right / mine_steps:.4f} over {mine_steps}")
-    assert served == pytest.approx(1 + mine_right / mine_steps, rel=0.02)
+    for limit in LIMITS:
+        ids, steps, right = zip(*served[limit], strict=True)
+        assert list(ids) == [given.ids for given in wanted[limit]]
+        mine = sum(given.verify_steps for given in wanted[limit]), sum(given.right for given in wanted[limit])
+        lengths = 1 + sum(right) / sum(steps), 1 + mine[1] / mine[0]
+        print(f"\n{limit} tokens: vLLM {lengths[0]:.4f} over {sum(steps)} steps, torch {lengths[1]:.4f} over {mine[0]}")
+        assert lengths[0] == pytest.approx(lengths[1], rel=0.02)

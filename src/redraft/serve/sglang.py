@@ -30,7 +30,7 @@ SHARED_SETTINGS = (
     "version", "model_path", "dtype", "quantization", "context_length", "max_running_requests", "tp_size", "dp_size",
     "pp_size", "attention_backend", "page_size", "disable_radix_cache", "chunked_prefill_size", "device",
 )  # fmt: skip
-"""Effective settings in which a server with and one without speculation must agree."""
+"""Effective settings that are recorded of every server; `redraft.serve.machine.ALIKE` has those that must agree."""
 SPECULATIVE_SETTINGS = (
     "speculative_algorithm", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens",
     "speculative_attention_mode", "speculative_draft_attention_backend", "speculative_draft_model_path",

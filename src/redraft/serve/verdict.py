@@ -122,6 +122,8 @@ def _further(best: Prediction | None, rows: Rows, name: str) -> str | None:
 
 def overall(verdicts: Mapping[int, Verdict]) -> str:
     """Every level's word, levels with the same one together: there is no single figure for all."""
+    if not verdicts:
+        return "not measured"
     if len(verdicts) == 1:
         (one,) = verdicts.values()
         return f"{one.word}: {one.reason}"
@@ -167,11 +169,10 @@ def summary(
     }
 
 
-def require_ratios(levels: Mapping[str, Mapping[str, Any]], least: Mapping[int, float]) -> None:
-    """Refuse a ratio below the one that the profile sets for its concurrency.
+def refusal(levels: Mapping[str, Mapping[str, Any]], least: Mapping[int, float]) -> RedraftError | None:
+    """What is below the ratio that the profile sets for its concurrency, if anything.
 
-    Raises:
-        RedraftError: naming every level that fails, an invalid one and one that was not measured too.
+    A level that is invalid or was not measured is, too.
     """
     failed = []
     for level, wanted in least.items():
@@ -179,13 +180,13 @@ def require_ratios(levels: Mapping[str, Mapping[str, Any]], least: Mapping[int, 
         best = found and found["word"] != "invalid" and found["best"]
         ratio = found["rows"][best]["ratio"] if found and best else None
         if ratio is None or ratio < wanted:
-            failed.append(
-                f"concurrency {level}: {ratio if ratio is not None else 'no valid ratio'}, at least {wanted:g} wanted"
-            )
-    if failed:
-        raise RedraftError(
-            "The bench is below the ratio that the profile asks for.",
-            where="bench.min_ratio in the profile",
-            found="; ".join(failed),
-            cause="; ".join(f"concurrency {level}: {each['reason']}" for level, each in levels.items()),
-        )
+            told = "no valid ratio" if ratio is None else ratio
+            failed.append(f"concurrency {level}: {told}, at least {wanted:g} wanted")
+    if not failed:
+        return None
+    return RedraftError(
+        "The bench is below the ratio that the profile asks for.",
+        where="bench.min_ratio in the profile",
+        found="; ".join(failed),
+        cause="; ".join(f"concurrency {level}: {each['reason']}" for level, each in levels.items()),
+    )

@@ -59,10 +59,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(404, b"")
         info: dict[str, Any] = {
             "version": "0.5.23",
-            "dtype": os.environ.get("FAKE_DTYPE", "float32"),
+            "dtype": "float32",
             "device": "cpu",
             **FLAGS,
         }
+        info["dtype"] = os.environ.get("FAKE_DTYPE", info["dtype"])
         numbers = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
         info |= {name: int(FLAGS[name]) for name in numbers if name in FLAGS}
         info.setdefault("speculative_algorithm", None)
@@ -90,6 +91,7 @@ class Handler(BaseHTTPRequestHandler):
                 print("Scheduler hit an exception: RuntimeError: CUDA error: illegal memory access\nbye", flush=True)
                 os._exit(17)
             if FAKE == "hangs":
+                print("hanging", flush=True)
                 time.sleep(3600)
             if FAKE == "500":
                 return self.reply(500, {"error": {"message": "internal"}})
@@ -97,6 +99,10 @@ class Handler(BaseHTTPRequestHandler):
                 return self.reply(500, {"error": {"message": "internal"}})
             if FAKE == "malformed":
                 return self.reply(200, b'data: {"meta_info": \n\n')
+        if not body.get("stream"):
+            pair = body.get("token_ids_logprob", [])
+            rows = [[-0.5 - 0.25 * place, token, None] for place, token in enumerate(pair)]
+            return self.reply(200, {"output_ids": [1], "meta_info": {"output_token_ids_logprobs": [rows]}})
         return self.answer(body["input_ids"], body["sampling_params"]["max_new_tokens"])
 
     def answer(self, prompt: list[int], tokens: int) -> None:
