@@ -117,14 +117,18 @@ def main() -> None:
         donor, other, vocab, target, out = (folder / name for name in ("donor", "other", "vocab", "target", "out"))
         weights, copy = donor / "model.safetensors", folder / "copy"
         remap = [*redraft, "remap", donor, "--vocab", vocab, "--output", out, "--fill"]
-        imports = [sys.executable, "-c", "import redraft.vocab.audit, redraft.vocab.read, redraft.vocab.describe"]
+        imports = [
+            sys.executable,
+            "-c",
+            "import redraft.vocab.audit, redraft.drafter.mapping_of, redraft.vocab.describe",
+        ]
         commands = {
             "imports of an audit": (imports, 5),
             "redraft audit A B": ([*redraft, "audit", donor, other], 5),
             "redraft audit A B --heads": ([*redraft, "audit", donor, other, "--target", target, "--heads"], 5),
             "reading as many bytes as both heads have": (["sh", "-c", f"head -c 917504000 {weights} | wc -c"], 5),
             "cp of the checkpoint": (["cp", weights, copy], 5),
-            "imports of a remap": ([sys.executable, "-c", "import redraft.drafter.remap, redraft.vocab.read"], 5),
+            "imports of a remap": ([sys.executable, "-c", "import redraft.remap.remap, redraft.drafter.mapping_of"], 5),
             "redraft remap --fill zero": ([*remap, "zero"], 5),
             "redraft remap --fill mean": ([*remap, "mean"], 5),
             "redraft remap --fill target": ([*remap, "target", "--target", target], 5),

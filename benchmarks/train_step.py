@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from redraft.device import resolve
 from redraft.drafter.model import Drafter, DrafterConfig
+from redraft.frame.device import resolve
 from redraft.train.step import TTTModule
 from redraft.vocab.mapping import Mapping
 

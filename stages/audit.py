@@ -4,14 +4,14 @@ from pathlib import Path
 
 import numpy as np
 
-from redraft import atomic
-from redraft.curves import write_curve
+from redraft.corpus.chat import byte_ids, load_tokenizer, special_tokens
 from redraft.drafter.checkpoint import read_checkpoint
-from redraft.drafter.heads import compare_heads
-from redraft.params import Config
-from redraft.stage import Result, run
-from redraft.target.chat import byte_ids, load_tokenizer, special_tokens
-from redraft.target.model import read_ends
+from redraft.frame import atomic
+from redraft.frame.curves import write_curve
+from redraft.frame.params import Config
+from redraft.frame.stage import Result, run
+from redraft.remap.heads import compare_heads
+from redraft.target.ends import read_ends
 from redraft.vocab.audit import audit, drift_curve
 from redraft.vocab.build import read_vocab
 

@@ -3,14 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from redraft.hidden.corpus import read_corpus
-from redraft.params import Config
-from redraft.serve.load import PLAIN, measure
-from redraft.serve.machine import machine, require_alike
-from redraft.serve.open import open_arms
-from redraft.serve.verdict import refusal, summary
-from redraft.stage import Result, run
-from redraft.target.model import target_hash
+from redraft.engines.arm import PLAIN
+
+from redraft.bench.load import measure
+from redraft.bench.machine import machine
+from redraft.bench.verdict import refusal, summary
+from redraft.corpus.corpus import read_corpus
+from redraft.engines.alike import require_alike
+from redraft.engines.open import open_arms
+from redraft.frame.params import Config
+from redraft.frame.stage import Result, run
+from redraft.target.ends import target_hash
 
 TARGET, DRAFTER = Path("artifacts/target"), Path("artifacts/drafter")
 

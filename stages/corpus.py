@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from redraft import atomic
-from redraft.hidden.corpus import tokenize_file, write_corpus
-from redraft.params import Config
-from redraft.stage import Result, run
-from redraft.target.chat import load_tokenizer, show_sample
+from redraft.corpus.chat import load_tokenizer, show_sample
+from redraft.corpus.corpus import tokenize_file, write_corpus
+from redraft.frame import atomic
+from redraft.frame.params import Config
+from redraft.frame.stage import Result, run
 
 OUT = Path("artifacts/corpus")
 

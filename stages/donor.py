@@ -2,14 +2,15 @@
 
 from pathlib import Path
 
-from redraft.curves import write_curve
+from redraft.corpus.chat import differing_ids, load_tokenizer
+from redraft.corpus.corpus import read_corpus
 from redraft.drafter.checkpoint import read_donor, write_checkpoint
 from redraft.drafter.config import exported_layer_ids
-from redraft.hidden.corpus import read_corpus
-from redraft.params import Config
-from redraft.stage import Result, log, run
-from redraft.target.chat import differing_ids, load_tokenizer
-from redraft.target.model import aux_layers_of, read_config, read_ends
+from redraft.frame.curves import write_curve
+from redraft.frame.params import Config
+from redraft.frame.stage import Result, log, run
+from redraft.target.config import aux_layers_of, read_config
+from redraft.target.ends import read_ends
 from redraft.target.sources import DRAFTER_FILES, checkout
 from redraft.train.donor import train_donor
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from redraft import atomic
-from redraft.hidden.corpus import read_corpus
+from redraft.corpus.corpus import read_corpus
+from redraft.frame import atomic
+from redraft.frame.params import Config
+from redraft.frame.stage import Result, run
 from redraft.hidden.extract import extract_folder, summary
-from redraft.params import Config
-from redraft.stage import Result, run
 
 
 def main(config: Config) -> Result:

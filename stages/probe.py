@@ -3,16 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-from redraft import atomic
+from redraft.corpus.chat import load_tokenizer
+from redraft.corpus.corpus import read_corpus
 from redraft.drafter.checkpoint import read_parts
-from redraft.hidden.corpus import read_corpus
-from redraft.params import Config
-from redraft.serve.machine import require_alike
-from redraft.serve.open import load_models, open_servers
-from redraft.serve.parity import hold_against_models, hold_against_training
-from redraft.serve.probe import require_acceptance, require_lossless, samples_text, serve_both, trained_length
-from redraft.stage import Result, run
-from redraft.target.chat import load_tokenizer
+from redraft.engines.alike import require_alike
+from redraft.engines.open import load_models, open_servers
+from redraft.frame import atomic
+from redraft.frame.params import Config
+from redraft.frame.stage import Result, run
+from redraft.probe.parity import hold_against_models, hold_against_training
+from redraft.probe.probe import require_acceptance, require_lossless, samples_text, serve_both, trained_length
 
 TARGET, DRAFTER, DONOR = Path("artifacts/target"), Path("artifacts/drafter"), Path("artifacts/donor")
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from redraft.drafter.checkpoint import read_checkpoint, write_checkpoint
-from redraft.drafter.remap import count_sources, initial, prove
-from redraft.hidden.store import HiddenStates
-from redraft.params import Config
-from redraft.stage import Result, run
-from redraft.target.model import read_ends, target_hash
-from redraft.train.measure import best_fill, first_steps
+from redraft.frame.params import Config
+from redraft.frame.stage import Result, run
+from redraft.hidden.rows import HiddenStates
+from redraft.remap.first_step import best_fill, first_steps
+from redraft.remap.remap import count_sources, initial, prove
+from redraft.target.ends import read_ends, target_hash
 from redraft.vocab.build import read_vocab
 
 TARGET = Path("artifacts/target")

@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-from redraft import atomic
-from redraft.curves import read_curve
-from redraft.params import Config
+from redraft.frame import atomic
+from redraft.frame.curves import read_curve
+from redraft.frame.params import Config
+from redraft.frame.stage import Result, run
 from redraft.report.page import PLOTTED, STAGES, draw, page
-from redraft.stage import Result, run
 
 
 def main(config: Config) -> Result:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from redraft.params import Config
-from redraft.stage import Result, run
+from redraft.frame.params import Config
+from redraft.frame.stage import Result, run
 from redraft.target.sources import make_target
 
 

@@ -4,13 +4,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from redraft.curves import write_curve
 from redraft.drafter.checkpoint import read_checkpoint, read_parts, write_checkpoint
-from redraft.hidden.store import HiddenStates
-from redraft.launch import is_main
-from redraft.params import Config
-from redraft.stage import Result, log, run
-from redraft.target.model import read_ends, target_hash
+from redraft.frame.curves import write_curve
+from redraft.frame.launch import is_main
+from redraft.frame.params import Config
+from redraft.frame.stage import Result, log, run
+from redraft.hidden.rows import HiddenStates
+from redraft.target.ends import read_ends, target_hash
 from redraft.train import gate
 from redraft.train.loop import fit
 from redraft.vocab.build import read_vocab

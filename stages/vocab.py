@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from redraft.hidden.corpus import Corpus, read_corpus
-from redraft.params import Config
-from redraft.stage import Result, run
-from redraft.target.chat import decodable_ids, forced_ids, load_tokenizer
-from redraft.target.model import read_ends
+from redraft.corpus.chat import decodable_ids, forced_ids, load_tokenizer
+from redraft.corpus.corpus import Corpus, read_corpus
+from redraft.frame.params import Config
+from redraft.frame.stage import Result, run
+from redraft.target.ends import read_ends
 from redraft.vocab.build import build, count_tokens, coverage, write_vocab
 from redraft.vocab.mapping import Ids, Mapping
 

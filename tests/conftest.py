@@ -13,8 +13,9 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, L
 from redraft.drafter.checkpoint import Checkpoint
 from redraft.drafter.model import Drafter, DrafterConfig
 from redraft.hidden.extract import extract
-from redraft.hidden.store import HiddenStates
-from redraft.target.model import Ends, Target, load_target, read_ends, target_hash
+from redraft.hidden.rows import HiddenStates
+from redraft.target.ends import Ends, read_ends, target_hash
+from redraft.target.model import Target, load_target
 from redraft.vocab.mapping import Mapping
 
 ROOT = Path(__file__).parent.parent
@@ -95,7 +96,7 @@ def target(llama_folder: Path) -> Target:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The fitted target of profile `tiny`, with its tokenizer."""
-    from redraft.params import TargetParams
+    from redraft.frame.params import TargetParams
     from redraft.target.sources import make_target
 
     folder = tmp_path_factory.mktemp("tiny") / "target"
@@ -114,10 +115,10 @@ def make_project(folder: Path, config: object = None, python: str = sys.executab
 
     `fields` are added to the target's config.json.
     """
+    from redraft.corpus.chat import load_tokenizer
+    from redraft.corpus.corpus import tokenize_file, write_corpus
     from redraft.drafter.checkpoint import write_checkpoint
-    from redraft.hidden.corpus import tokenize_file, write_corpus
-    from redraft.params import Profile, load_yaml
-    from redraft.target.chat import load_tokenizer
+    from redraft.frame.params import Profile, load_yaml
     from redraft.target.tiny import fit_tiny, tiny_llama
     from redraft.train.donor import train_donor
 

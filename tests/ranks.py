@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from conftest import some_checkpoint
 
-from redraft.hidden.store import HiddenStates
-from redraft.launch import is_main
-from redraft.params import FitParams
-from redraft.target.model import read_ends
+from redraft.frame.launch import is_main
+from redraft.frame.params import FitParams
+from redraft.hidden.rows import HiddenStates
+from redraft.target.ends import read_ends
 from redraft.train.loop import fit
 from redraft.train.state import weights_hash
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redraft.errors import RedraftError
-from redraft.serve.acceptance import Acceptance
+from redraft.acceptance import Acceptance
+from redraft.frame.errors import RedraftError
 
 
 def test_the_bonus_token_counts() -> None:

@@ -11,10 +11,10 @@ from conftest import some_checkpoint
 from safetensors.numpy import save_file
 
 from redraft.drafter.checkpoint import write_checkpoint
+from redraft.drafter.mapping_of import read_mapping
 from redraft.vocab.audit import audit
 from redraft.vocab.build import Vocabulary, write_vocab
 from redraft.vocab.mapping import Mapping
-from redraft.vocab.read import read_mapping
 
 SLOTS, VOCAB, SHARED, SAME = 32_000, 163_840, 25_750, 252
 LAST = (163_586, 163_607)

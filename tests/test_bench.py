@@ -11,18 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_sglang import FAKE, params
 
+from redraft.bench.figures import arm_figures, drift, invalid, ratio
+from redraft.bench.load import AGAIN, Block, blocks_of, measure
+from redraft.bench.machine import machine, require_same
+from redraft.bench.verdict import summary
 from redraft.cli import main
-from redraft.drafter.facts import Finding
-from redraft.errors import RedraftError
-from redraft.params import Config, load_config
-from redraft.serve.engine import Generation, serving
-from redraft.serve.figures import arm_figures, drift, invalid, ratio
-from redraft.serve.load import AGAIN, PLAIN, Block, blocks_of, measure
-from redraft.serve.machine import machine, require_alike, require_same
-from redraft.serve.open import open_arms
-from redraft.serve.probe import serve_both
-from redraft.serve.sglang import SGLangEngine
-from redraft.serve.verdict import summary
+from redraft.engines.alike import require_alike
+from redraft.engines.arm import PLAIN
+from redraft.engines.engine import Generation, serving
+from redraft.engines.open import open_arms
+from redraft.engines.sglang import SGLangEngine
+from redraft.frame.errors import RedraftError
+from redraft.frame.params import Config, load_config
+from redraft.preflight.facts import Finding
+from redraft.probe.probe import serve_both
 
 TOKENS = 20
 
@@ -95,7 +97,7 @@ def test_the_slow_first_answer_of_every_level_is_not_scored(tmp_path: Path, monk
 
 
 def test_without_a_warm_up_it_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("redraft.serve.load.warm_up", lambda *_: None)
+    monkeypatch.setattr("redraft.bench.load.warm_up", lambda *_: None)
     bench(tmp_path, monkeypatch, "slow first", prompts=6)
     assert min(slowest.values()) > 1.0
 
@@ -320,6 +322,6 @@ def test_joined_servers_are_linted_by_their_own_release(
         assert "ratio" not in alone["levels"]["1"]["rows"]["3"]
         with pytest.raises(RedraftError, match="a server with speculation"):
             serve_both({0: found[PLAIN]}, [[1]], 4, "test")
-        monkeypatch.setattr("redraft.serve.open.lint", lambda *_, **__: [Finding("odd", "error", "x", "y", "z")])
+        monkeypatch.setattr("redraft.engines.open.lint", lambda *_, **__: [Finding("odd", "error", "x", "y", "z")])
         with pytest.raises(RedraftError, match="odd"):
             opened(project, both, {})

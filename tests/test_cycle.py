@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redraft.serve.cycle import (
+from redraft.bench.cycle import (
     CycleTime,
     accept_length,
     best_steps,
@@ -15,7 +15,7 @@ from redraft.serve.cycle import (
     predict,
     tokens_per_second,
 )
-from redraft.serve.verdict import Verdict, judge, overall, predictions, refusal
+from redraft.bench.verdict import Verdict, judge, overall, predictions, refusal
 
 STEP, CYCLE = 1000 / 82, 30 / 0.97
 """82 tokens/s plain; the verify takes 30 ms, 97 % of a cycle."""

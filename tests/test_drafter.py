@@ -14,20 +14,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_vocab import pairs
 
-from redraft.drafter.checkpoint import (
-    Checkpoint,
-    export_speculators,
-    read_checkpoint,
-    read_donor,
-    write_checkpoint,
-)
+from redraft.drafter.checkpoint import Checkpoint, export_speculators, read_checkpoint, read_donor, write_checkpoint
 from redraft.drafter.config import exported_layer_ids
-from redraft.drafter.fill import FILLS, Shared, fill_rows
-from redraft.drafter.heads import compare_heads
 from redraft.drafter.model import Drafter
-from redraft.drafter.remap import SOURCES, carry_head, count_sources, initial, prove, remap, remap_folder
-from redraft.errors import RedraftError
-from redraft.target.model import read_ends
+from redraft.frame.errors import RedraftError
+from redraft.remap.fills import FILLS, Shared, fill_rows
+from redraft.remap.heads import compare_heads
+from redraft.remap.remap import SOURCES, carry_head, count_sources, initial, prove, remap, remap_folder
+from redraft.target.ends import read_ends
 from redraft.vocab.mapping import Mapping
 
 HEAD = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9))

@@ -33,9 +33,9 @@ from test_lint import (
 )
 
 from redraft.drafter.checkpoint import read_checkpoint, write_checkpoint
-from redraft.drafter.lint import lint
-from redraft.drafter.releases import Captured, Release, captured, ids_that_capture
-from redraft.errors import RedraftError
+from redraft.frame.errors import RedraftError
+from redraft.preflight.lint import lint
+from redraft.preflight.releases import Captured, Release, captured, ids_that_capture
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from redraft import atomic, track
 from redraft.cli import main
-from redraft.curves import read_curve, write_curve
-from redraft.errors import RedraftError
-from redraft.journal import journals, read
-from redraft.params import load_config
-from redraft.stage import Result, log, run
+from redraft.frame import atomic, track
+from redraft.frame.curves import read_curve, write_curve
+from redraft.frame.errors import RedraftError
+from redraft.frame.journal import journals, read
+from redraft.frame.params import load_config
+from redraft.frame.stage import Result, log, run
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,10 +11,11 @@ from test_hidden import PARAMS, corpus_of
 from test_train import FIT
 
 from redraft.drafter.checkpoint import Checkpoint
-from redraft.errors import RedraftError
+from redraft.frame.errors import RedraftError
 from redraft.hidden.extract import extract
-from redraft.hidden.store import HiddenStates
-from redraft.target.model import Ends, Target
+from redraft.hidden.rows import HiddenStates
+from redraft.target.ends import Ends
+from redraft.target.model import Target
 from redraft.train import gate
 from redraft.train.loop import fit
 from redraft.vocab.mapping import Mapping

@@ -10,14 +10,16 @@ from conftest import HIDDEN, VOCAB
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redraft.errors import RedraftError
+from redraft.corpus.chat import Sample, load_tokenizer
+from redraft.corpus.corpus import Corpus, gather, read_corpus, tokenize_file, write_corpus
+from redraft.frame.errors import RedraftError
+from redraft.frame.params import CorpusParams, ExtractParams
 from redraft.hidden import extract as extraction
-from redraft.hidden.corpus import Corpus, gather, read_corpus, tokenize_file, write_corpus
 from redraft.hidden.extract import extract, forward, summary
-from redraft.hidden.store import HiddenStates, PackedRows, ShardWriter, pack
-from redraft.params import CorpusParams, ExtractParams
-from redraft.target.chat import Sample, load_tokenizer
-from redraft.target.model import Target, target_hash
+from redraft.hidden.rows import HiddenStates, PackedRows, pack
+from redraft.hidden.shards import ShardWriter
+from redraft.target.ends import target_hash
+from redraft.target.model import Target
 
 LENGTHS = [7, 3, 12, 5, 9, 30, 1, 4]
 

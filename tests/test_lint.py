@@ -21,12 +21,12 @@ from safetensors.torch import load_file, save_file
 from test_drafter import as_speculators
 
 from redraft.cli import main
-from redraft.drafter import card, rules_config, rules_weights
-from redraft.drafter import lint as linting
 from redraft.drafter.checkpoint import Checkpoint, write_checkpoint
-from redraft.drafter.lint import describe, lint, require_clean
-from redraft.drafter.releases import Release
-from redraft.errors import RedraftError
+from redraft.frame.errors import RedraftError
+from redraft.preflight import card, rules_config, rules_weights
+from redraft.preflight import lint as linting
+from redraft.preflight.lint import describe, lint, require_clean
+from redraft.preflight.releases import Release
 from redraft.vocab.mapping import Mapping
 
 AUX = (2, 4, 5)

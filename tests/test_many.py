@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from test_train import FIT
 
-from redraft.hidden.store import HiddenStates
+from redraft.hidden.rows import HiddenStates
 
 TESTS = Path(__file__).parent
 

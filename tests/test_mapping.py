@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redraft.errors import RedraftError
+from redraft.frame.errors import RedraftError
 from redraft.vocab.mapping import Mapping
 
 

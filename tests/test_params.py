@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from redraft.errors import RedraftError
-from redraft.params import FitParams, load_config, load_profile, load_yaml
+from redraft.frame.errors import RedraftError
+from redraft.frame.params import FitParams, load_config, load_profile, load_yaml
 
 ROOT = Path(__file__).parent.parent
 

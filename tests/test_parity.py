@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from redraft.corpus.corpus import read_corpus
 from redraft.drafter.checkpoint import Checkpoint, read_checkpoint
-from redraft.errors import RedraftError
-from redraft.hidden.corpus import read_corpus
-from redraft.serve.engine import Generation
-from redraft.serve.open import Models
-from redraft.serve.parity import (
+from redraft.engines.engine import Generation
+from redraft.engines.open import Models
+from redraft.engines.torch import TorchEngine
+from redraft.frame.errors import RedraftError
+from redraft.probe.parity import (
     LEAST_GAP,
     agreeing,
     counts,
@@ -26,9 +27,8 @@ from redraft.serve.parity import (
     length,
     require_parity,
 )
-from redraft.serve.probe import Comparison
-from redraft.serve.replay import Replay, _changed, _PostNorm
-from redraft.serve.torch_engine import TorchEngine
+from redraft.probe.probe import Comparison
+from redraft.probe.replay import Replay, _changed, _PostNorm
 from redraft.target.model import Target, load_target
 from redraft.vocab.mapping import Mapping
 

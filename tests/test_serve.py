@@ -10,12 +10,12 @@ from conftest import SHAPE, llama, save_target, some_checkpoint
 from test_step import literal_logits
 from transformers import MistralConfig, MistralForCausalLM
 
-from redraft.errors import RedraftError
-from redraft.serve.acceptance import Acceptance
-from redraft.serve.engine import Generation, Margin
-from redraft.serve.probe import Comparison, require_acceptance, require_lossless, serve_both
-from redraft.serve.torch_engine import TorchEngine
-from redraft.target.chat import load_tokenizer, stop_ids
+from redraft.acceptance import Acceptance
+from redraft.corpus.chat import load_tokenizer, stop_ids
+from redraft.engines.engine import Generation, Margin
+from redraft.engines.torch import TorchEngine
+from redraft.frame.errors import RedraftError
+from redraft.probe.probe import Comparison, require_acceptance, require_lossless, serve_both
 from redraft.target.model import Target, load_target
 
 NEVER = frozenset([-1])

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redraft.errors import RedraftError
-from redraft.params import EngineParams
-from redraft.serve import process
-from redraft.serve.engine import serving
-from redraft.serve.process import explain
-from redraft.serve.sglang import SGLangEngine, installed_version, read_counters
+from redraft.engines import process
+from redraft.engines.engine import serving
+from redraft.engines.process import explain
+from redraft.engines.sglang import SGLangEngine, installed_version, read_counters
+from redraft.frame.errors import RedraftError
+from redraft.frame.params import EngineParams
 
 FAKE = Path(__file__).parent / "fake"
 CAPTURES = Path(__file__).parent / "captures"

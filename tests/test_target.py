@@ -10,10 +10,7 @@ from conftest import HIDDEN, LAYERS, SHAPE, VOCAB, deepseek, deepseek_config, ll
 from safetensors.torch import load_file, save_file
 from transformers import CohereConfig, CohereForCausalLM, Kimi_K25Config, Kimi_K25ForConditionalGeneration
 
-from redraft.errors import RedraftError
-from redraft.params import TargetParams
-from redraft.serve.torch_engine import TorchEngine
-from redraft.target.chat import (
+from redraft.corpus.chat import (
     byte_ids,
     decodable_ids,
     differing_ids,
@@ -26,8 +23,13 @@ from redraft.target.chat import (
     stop_ids,
     tokenize,
 )
-from redraft.target.model import Target, default_aux_layers, load_target, read_ends
-from redraft.target.regenerate import regenerate
+from redraft.corpus.regenerate import regenerate
+from redraft.engines.torch import TorchEngine
+from redraft.frame.errors import RedraftError
+from redraft.frame.params import TargetParams
+from redraft.target.config import default_aux_layers
+from redraft.target.ends import read_ends
+from redraft.target.model import Target, load_target
 from redraft.target.sources import checkout, make_target, weights_folder
 
 

@@ -8,14 +8,15 @@ from accelerate.state import AcceleratorState
 from conftest import some_checkpoint
 from torch.utils.data import DataLoader
 
-from redraft.device import resolve
-from redraft.drafter.fill import FILLS
-from redraft.errors import RedraftError
-from redraft.hidden.store import HiddenStates, PackedRows
-from redraft.params import FitParams, LossParams
-from redraft.target.model import Ends
+from redraft.frame.device import resolve
+from redraft.frame.errors import RedraftError
+from redraft.frame.params import FitParams, LossParams
+from redraft.hidden.rows import HiddenStates, PackedRows
+from redraft.remap.fills import FILLS
+from redraft.remap.first_step import best_fill, first_steps
+from redraft.target.ends import Ends
 from redraft.train.loop import fit, lr_factor
-from redraft.train.measure import _half_width, best_fill, evaluate, first_steps
+from redraft.train.measure import _half_width, evaluate
 from redraft.train.state import Progress, State, load
 from redraft.train.step import TTTModule
 

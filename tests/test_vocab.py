@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_mapping import mappings
 
-from redraft.errors import RedraftError
+from redraft.frame.errors import RedraftError
 from redraft.vocab.audit import audit, drift_curve
 from redraft.vocab.build import build, count_tokens, coverage, read_vocab, write_vocab
 from redraft.vocab.mapping import Mapping

@@ -5,8 +5,8 @@ from conftest import some_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from redraft.engines.torch import TorchEngine
 from redraft.hidden.extract import forward
-from redraft.serve.torch_engine import TorchEngine
 from redraft.target.model import Target
 from redraft.train.step import StepOutput, TTTModule
 from redraft.train.walk import walk

@@ -14,18 +14,18 @@ from conftest import ROOT, make_project
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config
 
+from redraft.corpus.chat import load_tokenizer
+from redraft.corpus.corpus import read_corpus, tokenize_file, write_corpus
 from redraft.drafter.checkpoint import read_checkpoint, write_checkpoint
-from redraft.drafter.lint import lint
-from redraft.errors import RedraftError
-from redraft.hidden.corpus import read_corpus, tokenize_file, write_corpus
-from redraft.params import load_config
-from redraft.serve.engine import Generation, serving
-from redraft.serve.open import Models, load_models
-from redraft.serve.parity import hold_against_models
-from redraft.serve.probe import Comparison, answer, compare
-from redraft.serve.process import ServerProcess, free_port
-from redraft.serve.sglang import SGLangEngine
-from redraft.target.chat import load_tokenizer
+from redraft.engines.engine import Generation, serving
+from redraft.engines.open import Models, load_models
+from redraft.engines.process import ServerProcess, free_port
+from redraft.engines.sglang import SGLangEngine
+from redraft.frame.errors import RedraftError
+from redraft.frame.params import load_config
+from redraft.preflight.lint import lint
+from redraft.probe.parity import hold_against_models
+from redraft.probe.probe import Comparison, answer, compare
 from redraft.target.sources import make_target
 from redraft.target.tiny import VOCAB
 from redraft.train.donor import train_donor

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redraft import atomic
 from redraft.drafter.config import config_json, exported_layer_ids, read_config
 from redraft.drafter.dialect import read_tensors, speculators_form
 from redraft.drafter.model import Drafter, DrafterConfig
 from redraft.drafter.names import declared_layers, sglang_name, speculators_name
 from redraft.drafter.stream import write_safetensors
-from redraft.errors import RedraftError
+from redraft.frame import atomic
+from redraft.frame.errors import RedraftError
 from redraft.vocab.mapping import Mapping
 
 WEIGHTS = "model.safetensors"
@@ -54,7 +54,7 @@ class Checkpoint:
     record: dict[str, Any] = field(default_factory=dict)
     """How it came about; written to `redraft.json`."""
     row_source: np.ndarray | None = None
-    """Where each head row came from, int64 [N]: see `redraft.drafter.remap`."""
+    """Where each head row came from, int64 [N]: see `redraft.remap.remap`."""
 
     @property
     def foreign(self) -> dict[int, tuple[str | None, str | None]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from redraft.drafter.model import DrafterConfig
 from redraft.drafter.names import ARCHITECTURE, flat_config
-from redraft.errors import RedraftError
+from redraft.frame.errors import RedraftError
 
 _UNSERVED = (
     "norm_before_residual",

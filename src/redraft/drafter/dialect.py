@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from redraft.drafter.names import sglang_name
-from redraft.errors import RedraftError
+from redraft.frame.errors import RedraftError
 
 HEADER_LIMIT = 100_000_000
 """Bytes; safetensors refuses longer headers."""

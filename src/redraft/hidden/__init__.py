@@ -1,1 +1,1 @@
-"""Hidden states of the target: extraction and the shard store."""
+"""Hidden states: made, kept, packed."""

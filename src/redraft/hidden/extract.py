@@ -11,16 +11,18 @@ from filelock import FileLock
 from safetensors import safe_open
 from torch import Tensor
 
-from redraft import atomic
-from redraft.device import resolve
-from redraft.errors import RedraftError
-from redraft.hidden import store
-from redraft.hidden.corpus import Corpus
-from redraft.hidden.store import MANIFEST, ShardWriter, check_present, fingerprint, store_root, write_shard
-from redraft.params import ExtractParams, Profile
-from redraft.progress import counter
+from redraft.corpus.corpus import Corpus
+from redraft.frame import atomic
+from redraft.frame.device import resolve
+from redraft.frame.errors import RedraftError
+from redraft.frame.params import ExtractParams, Profile
+from redraft.frame.progress import counter
+from redraft.frame.store import fingerprint, store_root
+from redraft.hidden import shards as store
+from redraft.hidden.shards import MANIFEST, ShardWriter, check_present, write_shard
 from redraft.target import model as target_model
-from redraft.target.model import Target, load_target, target_hash
+from redraft.target.ends import target_hash
+from redraft.target.model import Target, load_target
 
 Corpora = dict[str, Corpus]
 _CODE = (Path(__file__), Path(target_model.__file__), Path(store.__file__))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from redraft.params import Params
+from redraft.frame.params import Params
 from redraft.report import bench
 from redraft.report.plots import bars, drift, lines, save_svg
 from redraft.report.tables import markdown

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from redraft import atomic
+from redraft.frame import atomic
 
 _THEME = {
     "background": "white",

@@ -1,1 +1,1 @@
-"""The target: where it comes from, how it is loaded, how its chats are tokenised."""
+"""The served model: where it comes from, how it is loaded."""

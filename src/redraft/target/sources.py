@@ -14,9 +14,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from redraft import atomic
-from redraft.errors import RedraftError
-from redraft.params import TargetParams
+from redraft.frame import atomic
+from redraft.frame.errors import RedraftError
+from redraft.frame.params import TargetParams
 from redraft.target.hf import offline_transformers
 
 RECORD = "target.json"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from redraft.progress import progress
+from redraft.frame.progress import progress
 from redraft.target.hf import offline_transformers
 
 TEMPLATE = (

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from redraft.hidden.store import PackedRows
-from redraft.params import FitParams
+from redraft.frame.params import FitParams
+from redraft.hidden.rows import PackedRows
 
 Batch = dict[str, Tensor]
 _Item = TypeVar("_Item")

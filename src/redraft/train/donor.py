@@ -3,15 +3,16 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from redraft.corpus.chat import decodable_ids, forced_ids, load_tokenizer
+from redraft.corpus.corpus import Corpus
 from redraft.drafter.checkpoint import Checkpoint
 from redraft.drafter.model import Drafter, DrafterConfig
-from redraft.errors import RedraftError
-from redraft.hidden.corpus import Corpus
+from redraft.frame.errors import RedraftError
+from redraft.frame.params import Profile
 from redraft.hidden.extract import extract_folder
-from redraft.hidden.store import HiddenStates
-from redraft.params import Profile
-from redraft.target.chat import decodable_ids, forced_ids, load_tokenizer
-from redraft.target.model import read_config, read_ends
+from redraft.hidden.rows import HiddenStates
+from redraft.target.config import read_config
+from redraft.target.ends import read_ends
 from redraft.train.loop import Fitted, fit
 from redraft.vocab.build import build, count_tokens
 

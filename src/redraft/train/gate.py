@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from redraft.device import compute_device
 from redraft.drafter.checkpoint import Checkpoint
-from redraft.errors import RedraftError
-from redraft.hidden.store import check_present, store_root
-from redraft.target.model import Ends
+from redraft.frame.device import compute_device
+from redraft.frame.errors import RedraftError
+from redraft.frame.store import store_root
+from redraft.hidden.shards import check_present
+from redraft.target.ends import Ends
 from redraft.train.step import ttt_step
 from redraft.vocab.mapping import Mapping
 

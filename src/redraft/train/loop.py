@@ -15,15 +15,15 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
-from redraft.device import compute_device, resolve
 from redraft.drafter import model as drafter_model
 from redraft.drafter.checkpoint import Checkpoint
-from redraft.errors import RedraftError
-from redraft.hidden.store import HiddenStates, PackedRows
-from redraft.launch import asked_to_stop, listening
-from redraft.params import FitParams
-from redraft.progress import counter
-from redraft.target.model import Ends
+from redraft.frame.device import compute_device, resolve
+from redraft.frame.errors import RedraftError
+from redraft.frame.launch import asked_to_stop, listening
+from redraft.frame.params import FitParams
+from redraft.frame.progress import counter
+from redraft.hidden.rows import HiddenStates, PackedRows
+from redraft.target.ends import Ends
 from redraft.train import attention, batches, measure
 from redraft.train import step as train_step
 from redraft.train.batches import Batch, Batches, ahead

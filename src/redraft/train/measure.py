@@ -7,19 +7,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from redraft.device import compute_device
-from redraft.drafter.checkpoint import Checkpoint
-from redraft.drafter.fill import FILLS
-from redraft.drafter.remap import initial
-from redraft.hidden.store import HiddenStates, PackedRows
-from redraft.params import FitParams
-from redraft.progress import progress
-from redraft.serve.acceptance import Acceptance
-from redraft.target.model import Ends
+from redraft.acceptance import Acceptance
+from redraft.frame.device import compute_device
+from redraft.frame.params import FitParams
+from redraft.hidden.rows import PackedRows
 from redraft.train.batches import deal
-from redraft.train.step import StepOutput, TTTModule
+from redraft.train.step import StepOutput
 from redraft.train.walk import walk
-from redraft.vocab.mapping import Mapping
 
 
 @dataclass
@@ -131,40 +125,3 @@ def _half_width(pairs: Tensor) -> float:
     sums, counts = pairs
     total = counts.sum().clamp(min=1)
     return round(float(1.96 * (sums - sums.sum() / total * counts).square().sum().sqrt() / total), 6)
-
-
-def first_steps(
-    donor: Checkpoint, mapping: Mapping, ends: Ends, heldout: HiddenStates, params: FitParams
-) -> dict[str, dict[str, float]]:
-    """What the first training step of every option would read, on held-out documents, in fp32.
-
-    Returns:
-        By option (`naive`, `keep_donor_vocab`, `remap_<fill>` for every fill, `scratch`): `positions`; of the first
-        draft step `loss` and `accuracy`, each with `_interval`, and `ceiling`; `joint` over all steps. See `evaluate`.
-    """
-    options = {name: (name, "zero") for name in ("naive", "keep_donor_vocab")}
-    options |= {f"remap_{fill}": ("remap", fill) for fill in FILLS}
-    options["scratch"] = ("scratch", "zero")
-    rows = PackedRows(heldout, params.row_tokens)
-    embed = ends.embed.float()
-    device = compute_device()
-    table = {}
-    for name, (init, fill) in progress(options.items(), "first step", "option"):
-        start = initial(init, fill, donor, mapping, ends.head, params.seed)
-        module = TTTModule(start.drafter, start.mapping, embed, ends.head, params.ttt_steps).to(device)
-        found = evaluate(module, rows, params)
-        table[name] = {
-            "loss": found["loss_0"],
-            "loss_interval": found["loss_0_interval"],
-            "accuracy": found["accuracy_0"],
-            "accuracy_interval": found["accuracy_0_interval"],
-            "ceiling": found["ceiling_0"],
-            "joint": found[f"joint_{params.ttt_steps - 1}"],
-            "positions": found["positions"],
-        }
-    return table
-
-
-def best_fill(table: dict[str, dict[str, float]]) -> str:
-    """The fill with the lowest first-step loss in a table of `first_steps`: what `fill: auto` takes."""
-    return min(FILLS, key=lambda fill: table[f"remap_{fill}"]["loss"])

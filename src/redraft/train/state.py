@@ -19,10 +19,10 @@ from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from redraft import atomic
-from redraft.errors import RedraftError
-from redraft.hidden.store import fingerprint, store_root
-from redraft.params import flatten
+from redraft.frame import atomic
+from redraft.frame.errors import RedraftError
+from redraft.frame.params import flatten
+from redraft.frame.store import fingerprint, store_root
 
 Weights = dict[str, Tensor]
 BEST = "best.safetensors"

@@ -214,7 +214,7 @@ class TTTModule(nn.Module):
         lap: Callable[[str], None] = lambda part: None,
         exact: bool = False,
     ) -> StepOutput:
-        """One batch of `redraft.hidden.store.PackedRows`; `mask` and `lap` as in `ttt_step`; `exact`: no autocast.
+        """One batch of `redraft.hidden.shards.PackedRows`; `mask` and `lap` as in `ttt_step`; `exact`: no autocast.
 
         Autocast is opened here and not by Accelerate, which would open it for measurements as well, and not at all
         under FSDP2.

@@ -20,7 +20,7 @@ def walk(output: StepOutput, input_ids: Tensor, loss_mask: Tensor, documents: Te
         documents: int64 [B, S].
 
     Returns:
-        int64 [K + 1], rounds by accepted drafts: the histogram of `redraft.serve.acceptance`.
+        int64 [K + 1], rounds by accepted drafts: the histogram of `redraft.acceptance`.
     """
     steps, size = output.counted.shape[0], input_ids.shape[1]
     ids = input_ids.flatten()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from redraft.errors import RedraftError
+from redraft.frame.errors import RedraftError
 from redraft.vocab.build import coverage
 from redraft.vocab.mapping import Ids, Mapping
 

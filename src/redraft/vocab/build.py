@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save
 
-from redraft import atomic
-from redraft.errors import RedraftError
+from redraft.frame import atomic
+from redraft.frame.errors import RedraftError
 from redraft.vocab.mapping import Ids, Mapping
 
 

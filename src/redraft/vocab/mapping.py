@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from redraft.errors import RedraftError
+from redraft.frame.errors import RedraftError
 
 Ids = NDArray[np.int64]
 

@@ -1,0 +1,150 @@
+"""`redraft audit` and `redraft remap`: two mappings side by side, and a head carried from one to the other."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from redraft.cli.arguments import PLACE, Commands, command, require_new
+from redraft.frame.errors import RedraftError
+
+if TYPE_CHECKING:
+    from redraft.vocab.mapping import Mapping
+
+FILLS = ("zero", "mean", "target", "scaled", "fitted", "auto")
+
+
+def add_to(commands: Commands) -> None:
+    """Add the commands of this module."""
+    check = command(
+        commands,
+        "audit",
+        "compare two draft vocabularies: do they agree, and what follows?",
+        "redraft audit DONOR artifacts/vocab --target artifacts/target",
+    )
+    check.add_argument("a", metavar="A", help=f"the donor: {PLACE}")
+    check.add_argument("b", metavar="B", nargs="?", help="the new vocabulary: likewise")
+    check.add_argument("--target", type=Path, help="the target's folder: names its special tokens")
+    check.add_argument(
+        "--heads", action="store_true", help="compare A's head rows with the target's (reads both heads)"
+    )
+    check.add_argument("--corpus", type=Path, help="a tokenised corpus (artifacts/corpus/train.safetensors): coverage")
+    _add_common(check)
+    check.add_argument("--plot", type=Path, help="draw the drift of shared ids to this SVG")
+    check.set_defaults(run=_audit)
+    carry = command(
+        commands,
+        "remap",
+        "carry a drafter's head to another draft vocabulary",
+        "redraft remap DONOR --vocab artifacts/vocab --fill fitted --target artifacts/target --output out",
+    )
+    carry.add_argument("donor", metavar="DONOR", help="a checkpoint folder or ORG/NAME@COMMIT")
+    carry.add_argument("--vocab", required=True, help=f"the new vocabulary: {PLACE}")
+    carry.add_argument("--fill", default="zero", choices=FILLS, help="rows that the donor lacks (default %(default)s)")
+    carry.add_argument("--target", type=Path, help="the target's folder; every fill but zero and mean reads its head")
+    carry.add_argument("--output", type=Path, required=True, help="folder to write")
+    _add_common(carry)
+    carry.set_defaults(run=_remap)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--donor-tokenizer", type=Path, help="the donor's own target: ids with other tokens are not shared"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="let a tokenizer's own code run")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _audit(arguments: argparse.Namespace) -> None:
+    from redraft.drafter.mapping_of import read_mapping
+    from redraft.vocab.audit import audit, drift_curve
+    from redraft.vocab.describe import describe, describe_one
+
+    one = read_mapping(arguments.a)
+    two = read_mapping(arguments.b) if arguments.b else one
+    if arguments.target and not arguments.target.is_dir():
+        raise RedraftError("The target is no folder.", where="--target", found=arguments.target)
+    special: dict[int, str] = {}
+    single_bytes: set[int] = set()
+    counts = None
+    foreign = _foreign(arguments)
+    if arguments.target and any(arguments.target.glob("tokenizer*")):
+        from redraft.corpus.chat import byte_ids, load_tokenizer, special_tokens
+
+        tokenizer = load_tokenizer(arguments.target, arguments.trust_remote_code)
+        special, single_bytes = special_tokens(tokenizer), byte_ids(tokenizer)
+    if arguments.corpus:
+        from redraft.corpus.corpus import read_corpus
+        from redraft.vocab.build import count_tokens
+
+        corpus = read_corpus(arguments.corpus)
+        ids, mask = corpus.input_ids.numpy(), corpus.loss_mask.numpy()
+        counts = {arguments.corpus.stem: count_tokens(ids, mask, two.vocab_size)}
+    found = audit(one, two, counts=counts, special=special, single_bytes=single_bytes, foreign=foreign)
+    heads = _heads(arguments, one, two) if arguments.heads else {}
+    if arguments.plot:
+        from redraft.report.plots import drift, save_svg
+
+        save_svg(arguments.plot, drift(drift_curve(one, two)))
+    if arguments.json:
+        print(json.dumps({"a": arguments.a, "b": arguments.b, **found.metrics(), "heads": heads}, indent=2))
+        return
+    print(describe(found, arguments.a, arguments.b) if arguments.b else describe_one(one, found, arguments.a))
+    if heads:
+        print(
+            "\nA's head rows are {norm_ratio:.3f} times as long as the target's, mean cosine {cosine:.3f}".format(
+                **heads
+            )
+        )
+
+
+def _foreign(arguments: argparse.Namespace) -> dict[int, tuple[str | None, str | None]]:
+    """Ids that mean another token to the donor, if both tokenizers are given."""
+    if not arguments.donor_tokenizer:
+        return {}
+    if not arguments.target:
+        raise RedraftError("Two tokenizers are compared.", where="--donor-tokenizer", fix="give --target as well")
+    from redraft.corpus.chat import differing_ids, load_tokenizer
+
+    trust = arguments.trust_remote_code
+    return differing_ids(load_tokenizer(arguments.donor_tokenizer, trust), load_tokenizer(arguments.target, trust))
+
+
+def _heads(arguments: argparse.Namespace, donor: "Mapping", new: "Mapping") -> dict[str, float]:
+    """The donor's head rows against the target's, for the ids in both vocabularies."""
+    from redraft.drafter.dialect import read_tensors
+    from redraft.remap.heads import compare_heads
+    from redraft.target.ends import read_ends
+    from redraft.target.sources import DRAFTER_FILES, checkout
+
+    if not arguments.target:
+        raise RedraftError("A comparison of heads needs the target.", where="--heads", fix="give --target as well")
+    tensors = read_tensors(checkout(arguments.a, None, DRAFTER_FILES))
+    if "lm_head.weight" not in tensors:
+        raise RedraftError("A has no head to compare.", where=arguments.a, expected="lm_head.weight")
+    shared = donor.ids[new.slots[donor.ids] >= 0]
+    return compare_heads(tensors["lm_head.weight"][donor.slots[shared]], read_ends(arguments.target).head, shared)
+
+
+def _remap(arguments: argparse.Namespace) -> None:
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch in huge pages: half the time of a head of 459 MB
+    from redraft.drafter.mapping_of import read_mapping
+    from redraft.remap.remap import remap_folder
+    from redraft.target.sources import DRAFTER_FILES, checkout
+
+    require_new(arguments.output)
+    if arguments.fill == "auto":
+        raise RedraftError(
+            "`auto` compares first-step losses, which need hidden states.",
+            where="--fill",
+            found="auto",
+            fix="choose a fill, or let the pipeline's remap stage choose (fill: auto in params.yaml)",
+        )
+    donor, new = checkout(arguments.donor, None, DRAFTER_FILES), read_mapping(arguments.vocab)
+    rows = remap_folder(donor, new, arguments.fill, arguments.target, arguments.output, _foreign(arguments))
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return
+    print(f"{len(new):,} head rows in {arguments.output}:")
+    print("\n".join(f"  {number:>9,}  {name}" for name, number in rows.items() if number))

@@ -1,0 +1,84 @@
+"""`redraft compare` and `redraft publish`: runs side by side, and runs told to MLflow."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from redraft.cli.arguments import Commands, command
+from redraft.frame.errors import RedraftError
+
+
+def add_to(commands: Commands) -> None:
+    """Add the commands of this module."""
+    speeds = command(
+        commands,
+        "compare",
+        "compare the speeds of two benches of one machine and engine",
+        "redraft compare before.json metrics/bench.json",
+    )
+    speeds.add_argument("a", metavar="A", type=Path, help="metrics/bench.json of one run")
+    speeds.add_argument("b", metavar="B", type=Path, help="and of another")
+    speeds.set_defaults(run=_compare)
+    publish = command(
+        commands,
+        "publish",
+        "send to MLflow what a missing tracking server did not take",
+        "MLFLOW_TRACKING_URI=http://tracking:5000 redraft publish",
+    )
+    publish.set_defaults(run=_publish)
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from redraft.bench.machine import require_same
+    from redraft.report.bench import name
+    from redraft.report.tables import markdown
+
+    one, two = (read_bench(path) for path in (arguments.a, arguments.b))
+    require_same(one, two, f"{arguments.a}, {arguments.b}")
+    rows = []
+    for level in sorted(one["levels"].keys() & two["levels"].keys(), key=int):
+        first, second = (each["levels"][level] for each in (one, two))
+        if "invalid" in (first["word"], second["word"]):
+            rows.append((level, "invalid", "", "", ""))
+            continue
+        for arm in [arm for arm in first["rows"] if arm in second["rows"]]:
+            speeds = [each["rows"][arm]["tokens_per_second"] for each in (first, second)]
+            rows.append((level, name(arm), *(f"{speed:.1f}" for speed in speeds), f"{speeds[1] / speeds[0]:.2f}"))
+    print(markdown(("clients", "arm", "A, tokens/s", "B, tokens/s", "B / A"), rows))
+
+
+def read_bench(path: Path) -> dict[str, Any]:
+    """The metrics of a bench.
+
+    Raises:
+        RedraftError: no such file, or not of this form.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RedraftError("The bench cannot be read.", where=path, found=error) from error
+    if not isinstance(found, dict) or not {"levels", "machine", "engine"} <= found.keys():
+        raise RedraftError("This is no bench.", where=path, expected="metrics/bench.json with levels, machine, engine")
+    return found
+
+
+def _publish(arguments: argparse.Namespace) -> None:
+    from redraft.frame.journal import journals, read
+    from redraft.frame.track import send, tracking_uri
+
+    sent, failed = [], {}
+    for path in journals():
+        try:
+            sent += [send(path)] if read(path) else []
+        except Exception as error:  # whatever the tracking server says: the next journal may be taken
+            failed[path.name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    print(f"{len(sent)} journals, {sum(sent)} lines that {tracking_uri()} did not have")
+    if failed:
+        name, reason = next(iter(failed.items()))
+        raise RedraftError(
+            f"The tracking server did not take {len(failed)} journals.",
+            where=tracking_uri(),
+            found=f"{name}: {reason}",
+            fix="start it, or set MLFLOW_TRACKING_URI; what was sent already is not sent again",
+        )

@@ -1,0 +1,1 @@
+"""Engines: what serves a target, with or without a drafter."""

@@ -1,0 +1,1 @@
+"""How a stage runs, not what it makes."""

@@ -1,0 +1,1 @@
+"""What will a release make of these files?"""

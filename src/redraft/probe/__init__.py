@@ -1,0 +1,1 @@
+"""Is the drafter served as it was trained?"""

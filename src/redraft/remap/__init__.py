@@ -1,0 +1,1 @@
+"""Carry the donor's head to another mapping, and measure the first step."""

@@ -1,1 +1,0 @@
-"""Serving: engines, acceptance, load."""
