@@ -96,7 +96,7 @@ def target(llama_folder: Path) -> Target:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The fitted target of profile `tiny`, with its tokenizer."""
-    from redraft.frame.params import TargetParams
+    from redraft.frame.profile import TargetParams
     from redraft.target.sources import make_target
 
     folder = tmp_path_factory.mktemp("tiny") / "target"
@@ -118,7 +118,8 @@ def make_project(folder: Path, config: object = None, python: str = sys.executab
     from redraft.corpus.chat import load_tokenizer
     from redraft.corpus.corpus import tokenize_file, write_corpus
     from redraft.drafter.checkpoint import write_checkpoint
-    from redraft.frame.params import Profile, load_yaml
+    from redraft.frame.profile import Profile
+    from redraft.frame.section import load_yaml
     from redraft.target.tiny import fit_tiny, tiny_llama
     from redraft.train.donor import train_donor
 

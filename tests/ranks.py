@@ -12,7 +12,7 @@ import torch.distributed as dist
 from conftest import some_checkpoint
 
 from redraft.frame.launch import is_main
-from redraft.frame.params import FitParams
+from redraft.frame.profile import FitParams
 from redraft.hidden.rows import HiddenStates
 from redraft.target.ends import read_ends
 from redraft.train.loop import fit

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from redraft.corpus.chat import Sample, load_tokenizer
 from redraft.corpus.corpus import Corpus, gather, read_corpus, tokenize_file, write_corpus
 from redraft.frame.errors import RedraftError
-from redraft.frame.params import CorpusParams, ExtractParams
+from redraft.frame.profile import CorpusParams, ExtractParams
 from redraft.hidden import extract as extraction
 from redraft.hidden.extract import extract, forward, summary
 from redraft.hidden.rows import HiddenStates, PackedRows, pack

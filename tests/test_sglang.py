@@ -22,7 +22,7 @@ from redraft.engines.engine import serving
 from redraft.engines.process import explain
 from redraft.engines.sglang import SGLangEngine, installed_version, read_counters
 from redraft.frame.errors import RedraftError
-from redraft.frame.params import EngineParams
+from redraft.frame.profile import EngineParams
 
 FAKE = Path(__file__).parent / "fake"
 CAPTURES = Path(__file__).parent / "captures"

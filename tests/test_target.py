@@ -26,7 +26,7 @@ from redraft.corpus.chat import (
 from redraft.corpus.regenerate import regenerate
 from redraft.engines.torch import TorchEngine
 from redraft.frame.errors import RedraftError
-from redraft.frame.params import TargetParams
+from redraft.frame.profile import TargetParams
 from redraft.target.config import default_aux_layers
 from redraft.target.ends import read_ends
 from redraft.target.model import Target, load_target

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from redraft.frame.device import resolve
 from redraft.frame.errors import RedraftError
-from redraft.frame.params import FitParams, LossParams
+from redraft.frame.profile import FitParams, LossParams
 from redraft.hidden.rows import HiddenStates, PackedRows
 from redraft.remap.fills import FILLS
 from redraft.remap.first_step import best_fill, first_steps

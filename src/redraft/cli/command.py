@@ -5,15 +5,15 @@ import os
 import sys
 from importlib.metadata import version
 
-from redraft.cli import corpus, drafter, mapping, runs
-from redraft.frame.errors import RedraftError
+from redraft.cli import corpus, drafter, mapping, project, runs
+from redraft.frame.errors import RedraftError, told
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="redraft", description="Carry an EAGLE-3 drafter to a new target.")
     parser.add_argument("--version", action="version", version=f"redraft {version('redraft')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (corpus, mapping, drafter, runs):
+    for group in (project, corpus, mapping, drafter, runs):
         group.add_to(commands)
     return parser
 
@@ -23,9 +23,9 @@ def main() -> None:
     arguments = _parser().parse_args()
     try:
         arguments.run(arguments)
-    except RedraftError as error:
+    except (RedraftError, OSError) as error:
         if os.environ.get("REDRAFT_DEBUG") == "1":
             raise
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {told(error)}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -31,7 +31,7 @@ def add_to(commands: Commands) -> None:
 def _regenerate(arguments: argparse.Namespace) -> None:
     from redraft.corpus.chat import load_tokenizer, read_chats, stop_ids
     from redraft.corpus.regenerate import regenerate
-    from redraft.frame.params import load_profile
+    from redraft.frame.profile import load_profile
     from redraft.target.model import load_target
     from redraft.target.sources import make_target
 

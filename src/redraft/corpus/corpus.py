@@ -19,7 +19,7 @@ from torch import Tensor
 from redraft.corpus.chat import Sample, read_chats, require_markers, template_hash, tokenize, tokenizer_hash
 from redraft.frame import atomic
 from redraft.frame.errors import RedraftError
-from redraft.frame.params import CorpusParams
+from redraft.frame.profile import CorpusParams
 
 
 @dataclass

@@ -11,7 +11,8 @@ from redraft.engines.engine import Engine
 from redraft.engines.sglang import SGLangEngine, installed_version
 from redraft.engines.torch import TorchEngine
 from redraft.frame.errors import RedraftError
-from redraft.frame.params import Config, EngineParams
+from redraft.frame.params import Config
+from redraft.frame.profile import EngineParams
 from redraft.frame.store import store_root
 from redraft.preflight.lint import lint, require_clean
 from redraft.target.config import read_config

@@ -18,7 +18,7 @@ from redraft.acceptance import Acceptance
 from redraft.engines.engine import Generation, Margin
 from redraft.engines.process import ServerProcess, free_port, require_port
 from redraft.frame.errors import RedraftError
-from redraft.frame.params import EngineParams
+from redraft.frame.profile import EngineParams
 from redraft.target.sources import weights_folder
 
 OWN_FLAGS = {

@@ -1,5 +1,18 @@
 """The one exception family: an error says what, where, expected, found, the likely cause and what to do."""
 
+import errno
+
+_CAUSES = {
+    errno.ENOSPC: ("the disk is full", "free some room, or move `.store` with REDRAFT_STORE"),
+    errno.EDQUOT: ("the quota is used up", "free some room, or move `.store` with REDRAFT_STORE"),
+    errno.EACCES: ("another user owns it", "check owner and permissions"),
+    errno.EPERM: ("another user owns it", "check owner and permissions"),
+    errno.EROFS: ("it lies on a file system that cannot be written", "choose another place"),
+    errno.ENOENT: ("it was moved or never made", "check the path; `dvc repro` makes what stages need"),
+    errno.EMFILE: ("this process may not open as many files", "ulimit -n 4096"),
+    errno.EIO: ("a failing disk or network file system", "check the disk"),
+}
+
 
 class RedraftError(Exception):
     """Bad input or a broken invariant, told to the user without a traceback.
@@ -35,3 +48,17 @@ class RedraftError(Exception):
         }
         lines = [f"  {name}: {value}" for name, value in details.items() if value is not None]
         super().__init__("\n".join([what, *lines]) + tail)
+
+
+def told(error: RedraftError | OSError) -> RedraftError:
+    """`error` itself, or what the operating system refused as an error of this family."""
+    if isinstance(error, RedraftError):
+        return error
+    cause, fix = _CAUSES.get(error.errno or 0, (None, "REDRAFT_DEBUG=1 shows where it happened"))
+    return RedraftError(
+        "The operating system refused this.",
+        where=error.filename or type(error).__name__,
+        found=error.strerror or error,
+        cause=cause,
+        fix=fix,
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.frame import atomic, track
-from redraft.frame.errors import RedraftError
+from redraft.frame.errors import RedraftError, told
 from redraft.frame.journal import Row
 from redraft.frame.launch import is_main, launch
 from redraft.frame.params import Config, load_config
@@ -42,15 +42,26 @@ def log(curve: str, row: Row) -> None:
 
 
 def run(
-    name: str, body: Callable[[Config], Result], world: Callable[[Config], tuple[int, str]] = lambda config: (1, "")
+    name: str,
+    body: Callable[[Config], Result],
+    world: Callable[[Config], tuple[int, str]] = lambda config: (1, ""),
+    *,
+    recorded: bool = True,
 ) -> None:
-    """Run the stage `name`; a RedraftError ends it with exit code 1, its message and no traceback.
+    """Run the stage `name`; a RedraftError or an OSError ends it with exit code 1, a message and no traceback.
 
-    `world` gives processes and launcher, see `redraft.frame.launch`; of many processes rank 0 alone writes and tracks.
+    Args:
+        name: of the stage.
+        body: what it does.
+        world: gives processes and launcher, see `redraft.frame.launch`; rank 0 alone writes and tracks.
+        recorded: whether there is something to keep: a stage that always runs would give every `dvc repro` a run.
     """
     began = time.perf_counter()
     try:
         config = load_config()
+        if not recorded:
+            body(config)
+            return
         launch(*world(config))
         with track.stage_run(name, config) as tracked:
             _current[:] = [tracked]
@@ -64,9 +75,9 @@ def run(
             tracked.publish(result.metrics or {}, seconds, result.curves, result.headline)
             if result.refused:
                 raise result.refused
-    except RedraftError as error:
+    except (RedraftError, OSError) as error:
         if os.environ.get("REDRAFT_DEBUG") == "1":
             raise
-        sys.exit(f"{name}: {error}")
+        sys.exit(f"{name}: {told(error)}")
     except KeyboardInterrupt:
         sys.exit(130)

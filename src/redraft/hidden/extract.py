@@ -15,7 +15,7 @@ from redraft.corpus.corpus import Corpus
 from redraft.frame import atomic
 from redraft.frame.device import resolve
 from redraft.frame.errors import RedraftError
-from redraft.frame.params import ExtractParams, Profile
+from redraft.frame.profile import ExtractParams, Profile
 from redraft.frame.progress import counter
 from redraft.frame.store import fingerprint, store_root
 from redraft.hidden import shards as store

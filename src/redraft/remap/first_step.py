@@ -2,7 +2,7 @@
 
 from redraft.drafter.checkpoint import Checkpoint
 from redraft.frame.device import compute_device
-from redraft.frame.params import FitParams
+from redraft.frame.profile import FitParams
 from redraft.frame.progress import progress
 from redraft.hidden.rows import HiddenStates, PackedRows
 from redraft.remap.fills import FILLS

@@ -16,7 +16,7 @@ from typing import Any
 
 from redraft.frame import atomic
 from redraft.frame.errors import RedraftError
-from redraft.frame.params import TargetParams
+from redraft.frame.profile import TargetParams
 from redraft.target.hf import offline_transformers
 
 RECORD = "target.json"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from redraft.frame.params import FitParams
+from redraft.frame.profile import FitParams
 from redraft.hidden.rows import PackedRows
 
 Batch = dict[str, Tensor]

@@ -8,7 +8,7 @@ from redraft.corpus.corpus import Corpus
 from redraft.drafter.checkpoint import Checkpoint
 from redraft.drafter.model import Drafter, DrafterConfig
 from redraft.frame.errors import RedraftError
-from redraft.frame.params import Profile
+from redraft.frame.profile import Profile
 from redraft.hidden.extract import extract_folder
 from redraft.hidden.rows import HiddenStates
 from redraft.target.config import read_config

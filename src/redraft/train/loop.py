@@ -20,7 +20,7 @@ from redraft.drafter.checkpoint import Checkpoint
 from redraft.frame.device import compute_device, resolve
 from redraft.frame.errors import RedraftError
 from redraft.frame.launch import asked_to_stop, listening
-from redraft.frame.params import FitParams
+from redraft.frame.profile import FitParams
 from redraft.frame.progress import counter
 from redraft.hidden.rows import HiddenStates, PackedRows
 from redraft.target.ends import Ends

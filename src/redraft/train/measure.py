@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from redraft.acceptance import Acceptance
 from redraft.frame.device import compute_device
-from redraft.frame.params import FitParams
+from redraft.frame.profile import FitParams
 from redraft.hidden.rows import PackedRows
 from redraft.train.batches import deal
 from redraft.train.step import StepOutput

@@ -1,0 +1,294 @@
+"""Do parameters, data, target and donor go together? Asked in seconds, before a stage costs anything.
+
+Every stage checks its own input again, whole; this looks at what can be told from headers and first lines.
+"""
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from redraft.frame.errors import RedraftError
+from redraft.frame.params import Config
+
+WHOLE_MIB = 32
+"""Corpus files up to this size are read whole; of larger ones the stage tells."""
+HIGH_LR = 2e-4
+"""Peak learning rate that no public recipe for a published donor passes; they take 2e-5 to 5e-5."""
+LARGE = 2048
+"""Hidden size from which a drafter is no toy."""
+
+
+@dataclass
+class Checked:
+    """What was looked at."""
+
+    lines: list[str] = field(default_factory=list)
+    """One a part: what it is."""
+    notes: list[str] = field(default_factory=list)
+    """Worth knowing."""
+    faults: list[RedraftError] = field(default_factory=list)
+    """A run would stop there."""
+
+    def look(self, part: str, body: Callable[[], str]) -> None:
+        """Add what `body` tells of a part, or its fault."""
+        try:
+            self.lines.append(f"{part}: {body()}")
+        except RedraftError as error:
+            self.faults.append(error)
+
+
+def check(config: Config, root: Path, *, deep: bool = False) -> Checked:
+    """Look at everything that the profile names, under the project's `root`; `deep` also compares whole tokenizers."""
+    found = Checked(notes=[*left_over(config), *_outside_git(config, root)])
+    target = _target_folder(config, root)
+    found.look("data", lambda: _data(config, root))
+    found.look("target", lambda: _target(config, target))
+    found.look("donor", lambda: _donor(config, root, target))
+    found.look("tokenizer", lambda: _tokenizers(config, target, found.notes, deep))
+    donor, params = config.profile.donor, config.params
+    if donor.source != "train" and params.lr > HIGH_LR and _hidden(target) >= LARGE:
+        found.notes.append(f"lr {params.lr:g} is high for a donor that was trained before: 2e-5 to 5e-5 is usual")
+    return found
+
+
+def require_sound(found: Checked) -> None:
+    """Refuse what has a fault.
+
+    Raises:
+        RedraftError: the fault, or all of them.
+    """
+    if len(found.faults) == 1:
+        raise found.faults[0]
+    if found.faults:
+        told = "".join(f"\n\n{fault}" for fault in found.faults)
+        raise RedraftError(f"{len(found.faults)} faults would stop this run.", tail=told)
+
+
+def left_over(config: Config) -> list[str]:
+    """Keys that have no effect beside the others."""
+    target, donor, engine = config.profile.target, config.profile.donor, config.profile.engine
+    wheel, made = target.source.startswith("wheel:"), target.source.startswith(("wheel:", "fit:"))
+    idle = {
+        "target.sha256": (target.sha256, not wheel, "target.source is no wheel"),
+        "target.revision": (
+            target.revision,
+            made or Path(target.source).expanduser().is_dir(),
+            "target.source is no hub id",
+        ),
+        "donor.revision": (donor.revision, _local(donor.source), "donor.source is no hub id"),
+        "donor.slots": (donor.slots, donor.source != "train", "the donor brings its own"),
+        "donor.shape": (donor.shape, donor.source != "train", "the donor brings its own"),
+        "donor.train": (donor.train, donor.source != "train", "donor.source is not `train`"),
+        "engine.draft_tokens": (engine.draft_tokens, engine.topk == 1, "a chain verifies its drafts and one more"),
+    }
+    return [
+        f"{key} in the profile has no effect: {why}"
+        for key, (value, without, why) in idle.items()
+        if value is not None and without
+    ]
+
+
+def _local(source: str) -> bool:
+    return source == "train" or Path(source).expanduser().is_dir()
+
+
+def _outside_git(config: Config, root: Path) -> list[str]:
+    """What this run reads and git has not: a queued or temporary run would not find it."""
+    paths = [f"profiles/{config.params.profile}.yaml", f"data/{config.params.profile}"]
+    there = [path for path in paths if (root / path).exists()]
+    listed = subprocess.run(
+        ["git", "ls-files", "--others", "--exclude-standard", "--", *there],
+        cwd=root, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    names = sorted({path for path in there for name in listed.stdout.split("\n") if name.startswith(path)})
+    if not names:
+        return []
+    return [
+        f"{' and '.join(names)}: not in git, so `dvc exp run --queue` and `--temp` would not see it: "
+        f"git add {' '.join(names)} && git commit"
+    ]
+
+
+def _data(config: Config, root: Path) -> str:
+    from redraft.corpus.chat import read_chats
+
+    folder = root / "data" / config.params.profile
+    splits = ["train", "heldout", *(["donor"] if config.profile.donor.source == "train" else [])]
+    told = []
+    for split in splits:
+        path = folder / f"{split}.jsonl"
+        if path.is_file() and path.stat().st_size > WHOLE_MIB << 20:
+            told.append(f"{path.stat().st_size >> 20} MiB {split}")
+            continue
+        chats = read_chats(path)
+        if not any(message.get("role") == "assistant" for chat in chats for message in chat["messages"]):
+            raise RedraftError(
+                "No chat has an answer.",
+                where=path,
+                cause="prompts that the target has not answered yet",
+                fix=f"redraft regenerate PROMPTS --profile {config.params.profile} --output {path}",
+            )
+        told.append(f"{len(chats)} {split}")
+    return ", ".join(told)
+
+
+def _target_folder(config: Config, root: Path) -> Path | None:
+    """The target's folder, if it is on this machine: its source, or what the target stage made of this source."""
+    source, made = config.profile.target.source, root / "artifacts/target"
+    if (folder := Path(source).expanduser()).is_dir():
+        return folder
+    record = made / "target.json"
+    try:
+        return made if json.loads(record.read_text())["source"] == source else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    """`config.json` with its text part laid flat.
+
+    Raises:
+        RedraftError: none that can be read.
+    """
+    path = folder / "config.json"
+    try:
+        top = json.loads(path.read_text())
+        return {**top, **(top.get("text_config") or {})}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise RedraftError("The target has no readable config.json.", where=path, found=error) from error
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON object, or nothing."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _hidden(target: Path | None) -> int:
+    try:
+        return int(_facts(target).get("hidden_size") or 0) if target else 0
+    except (RedraftError, TypeError, ValueError):
+        return 0
+
+
+def _target(config: Config, folder: Path | None) -> str:
+    params, source = config.profile.target, config.profile.target.source
+    if folder is None:
+        return _elsewhere(source, params.revision, "target.source in the profile", ("wheel:", "fit:"))
+    facts = _facts(folder)
+    depth, vocab = facts.get("num_hidden_layers"), facts.get("vocab_size")
+    if isinstance(depth, int):
+        _require_layers(params.aux_layers, depth)
+    if isinstance(vocab, int) and config.profile.vocab.slots > vocab:
+        raise RedraftError(
+            "The draft vocabulary is larger than the target's.",
+            where="vocab.slots in the profile",
+            expected=f"at most {vocab} (vocab_size in {folder / 'config.json'})",
+            found=config.profile.vocab.slots,
+        )
+    if not any(folder.glob("tokenizer*")) and not any(folder.glob("*.model")):
+        raise RedraftError(
+            "The target has no tokenizer.",
+            where=folder,
+            expected="tokenizer.json or tokenizer_config.json",
+            fix="copy the tokenizer's files of the model there",
+        )
+    own_code = "auto_map" in _object(folder / "tokenizer_config.json")
+    if own_code and not params.trust_remote_code:
+        raise RedraftError(
+            "The target's tokenizer is Python code of its own.",
+            where=folder / "tokenizer_config.json",
+            expected="target.trust_remote_code: true in the profile",
+            found="auto_map, and trust_remote_code: false",
+            fix="read that code, then set the key",
+        )
+    if folder == Path(source).expanduser() and not any(folder.glob("*.safetensors")):
+        raise RedraftError("The target has no weights.", where=folder, expected="*.safetensors")
+    return f"{(facts.get('architectures') or ['?'])[0]}, {depth} layers, hidden {facts.get('hidden_size')}, V {vocab}"
+
+
+def _require_layers(chosen: tuple[int, ...] | None, depth: int) -> None:
+    from redraft.target.config import default_aux_layers
+
+    layers = chosen or default_aux_layers(depth)
+    if list(layers) != sorted(set(layers)) or layers[-1] >= depth:
+        raise RedraftError(
+            "The aux layers do not fit the target.",
+            where="target.aux_layers in the profile",
+            expected=f"ascending, distinct, from 0 to {depth - 1}",
+            found=list(layers),
+        )
+
+
+def _elsewhere(source: str, revision: str | None, where: str, made: tuple[str, ...]) -> str:
+    """A source that is not on this machine yet."""
+    if source.startswith(made):
+        return source
+    if source.startswith(("/", ".", "~")) or source.count("/") != 1:
+        raise RedraftError(
+            "The source is neither a folder nor a hub id.",
+            where=where,
+            expected="an existing folder, or ORG/NAME with a revision",
+            found=f"{source} (from here {Path(source).expanduser().absolute()})",
+            fix="check the path; a queued or temporary run needs an absolute one",
+        )
+    if "@" not in source and not re.fullmatch(r"\S+", revision or ""):
+        raise RedraftError(
+            "A hub id needs a revision, so that a rerun gets the same bytes.",
+            where=where.replace("source", "revision"),
+            expected="a commit hash",
+            found="null",
+        )
+    return f"{source}, from the hub"
+
+
+def _donor(config: Config, root: Path, target: Path | None) -> str:
+    donor = config.profile.donor
+    if donor.source == "train":
+        return f"trained here on data/{config.params.profile}/donor.jsonl"
+    folder = Path(donor.source).expanduser()
+    if not folder.is_dir():
+        return _elsewhere(donor.source, donor.revision, "donor.source in the profile", ())
+    from redraft.drafter.checkpoint import read_parts  # torch
+
+    parts = read_parts(folder, finite=False)
+    facts = _facts(target) if target else {}
+    for name, found in (("hidden_size", parts.config.hidden_size), ("vocab_size", parts.config.vocab_size)):
+        if facts.get(name, found) != found:
+            raise RedraftError(
+                "The donor was made for another target.",
+                where=folder / "config.json",
+                expected=f"{name} {facts[name]} (the target's)",
+                found=found,
+                fix="choose a donor of the target's family",
+            )
+    return f"{len(parts.mapping)} slots, {parts.mapping.order}"
+
+
+def _tokenizers(config: Config, target: Path | None, notes: list[str], deep: bool) -> str:
+    donor = config.profile.donor
+    if donor.source == "train":
+        return "the target's own"
+    if donor.tokenizer is None:
+        notes.append("the donor's tokenizer is not compared with the target's: donor.tokenizer in the profile")
+        return "not compared"
+    own = Path(donor.tokenizer).expanduser()
+    if not own.is_dir() or target is None:
+        return "compared by the donor stage"
+    one, two = (folder / "tokenizer.json" for folder in (own, target))
+    if one.is_file() and two.is_file() and one.read_bytes() == two.read_bytes():
+        return "the donor's is the target's"
+    if not deep:
+        return "another file than the donor's: the donor stage compares"
+    from redraft.corpus.chat import differing_ids, load_tokenizer
+
+    trust = config.profile.target.trust_remote_code
+    apart = differing_ids(load_tokenizer(own, trust), load_tokenizer(target, trust))
+    return f"{len(apart)} ids mean another token to the donor"
