@@ -6,7 +6,7 @@ import sys
 from importlib.metadata import version
 
 from redraft.cli import corpus, drafter, mapping, project, runs
-from redraft.frame.errors import RedraftError, told
+from redraft.frame.errors import RedraftError, explained
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -26,6 +26,6 @@ def main() -> None:
     except (RedraftError, OSError) as error:
         if os.environ.get("REDRAFT_DEBUG") == "1":
             raise
-        sys.exit(f"error: {told(error)}")
+        sys.exit(f"error: {explained(error)}")
     except KeyboardInterrupt:
         sys.exit(130)

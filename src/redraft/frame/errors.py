@@ -50,7 +50,7 @@ class RedraftError(Exception):
         super().__init__("\n".join([what, *lines]) + tail)
 
 
-def told(error: RedraftError | OSError) -> RedraftError:
+def explained(error: RedraftError | OSError) -> RedraftError:
     """`error` itself, or what the operating system refused as an error of this family."""
     if isinstance(error, RedraftError):
         return error

@@ -3,6 +3,7 @@
 DVC rewrites `lr: 5.0e-5` as `lr: 5e-05`, which a YAML 1.1 reader takes for text: ruamel reads what DVC writes.
 """
 
+import os
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -68,12 +69,18 @@ def read_object(path: Path) -> dict[str, Any]:
 def _missing(path: Path) -> RedraftError:
     known = sorted(file.stem for file in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
     near = get_close_matches(path.stem, known, 1)
+    cause, fix = None, "run from the project's root, with the name of a file there"
+    if (Path(os.environ.get("DVC_ROOT", ".")) / path).is_file():  # a queued or temporary run has a copy of git's files
+        cause = "it is in the main workspace, but not in git: a queued or temporary run sees what git has"
+        fix = f"git add {path} data/{path.stem} && git commit"
+    elif near:
+        fix = f"did you mean {near[0]}?"
     return RedraftError(
         "A parameter file is missing.",
         where=path,
         found=f"in its folder: {', '.join(known) or 'no YAML file'}",
-        fix=(f"did you mean {near[0]}? " if near else "")
-        + "run from the project's root, with the name of a file there",
+        cause=cause,
+        fix=fix,
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.frame import atomic, track
-from redraft.frame.errors import RedraftError, told
+from redraft.frame.errors import RedraftError, explained
 from redraft.frame.journal import Row
 from redraft.frame.launch import is_main, launch
 from redraft.frame.params import Config, load_config
@@ -78,6 +78,6 @@ def run(
     except (RedraftError, OSError) as error:
         if os.environ.get("REDRAFT_DEBUG") == "1":
             raise
-        sys.exit(f"{name}: {told(error)}")
+        sys.exit(f"{name}: {explained(error)}")
     except KeyboardInterrupt:
         sys.exit(130)

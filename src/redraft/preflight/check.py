@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from redraft.frame.errors import RedraftError
+from redraft.frame.errors import RedraftError, explained
 from redraft.frame.params import Config
 
 WHOLE_MIB = 32
@@ -37,8 +37,8 @@ class Checked:
         """Add what `body` tells of a part, or its fault."""
         try:
             self.lines.append(f"{part}: {body()}")
-        except RedraftError as error:
-            self.faults.append(error)
+        except (RedraftError, OSError) as error:
+            self.faults.append(explained(error))
 
 
 def check(config: Config, root: Path, *, deep: bool = False) -> Checked:
@@ -49,6 +49,8 @@ def check(config: Config, root: Path, *, deep: bool = False) -> Checked:
     found.look("target", lambda: _target(config, target))
     found.look("donor", lambda: _donor(config, root, target))
     found.look("tokenizer", lambda: _tokenizers(config, target, found.notes, deep))
+    if deep and target and not found.faults:
+        found.look("draft vocabulary", lambda: _vocabulary(config, target))
     donor, params = config.profile.donor, config.params
     if donor.source != "train" and params.lr > HIGH_LR and _hidden(target) >= LARGE:
         found.notes.append(f"lr {params.lr:g} is high for a donor that was trained before: 2e-5 to 5e-5 is usual")
@@ -292,3 +294,19 @@ def _tokenizers(config: Config, target: Path | None, notes: list[str], deep: boo
     trust = config.profile.target.trust_remote_code
     apart = differing_ids(load_tokenizer(own, trust), load_tokenizer(target, trust))
     return f"{len(apart)} ids mean another token to the donor"
+
+
+def _vocabulary(config: Config, target: Path) -> str:
+    from redraft.corpus.chat import forced_ids, load_tokenizer
+
+    params = config.profile.vocab
+    tokenizer = load_tokenizer(target, config.profile.target.trust_remote_code)
+    forced = len(forced_ids(tokenizer, special=params.force_special, single_bytes=params.force_bytes))
+    if forced > params.slots:
+        raise RedraftError(
+            "The draft vocabulary is smaller than what is forced in.",
+            where="vocab.slots in the profile",
+            expected=f"at least {forced}: the special tokens and single bytes",
+            found=params.slots,
+        )
+    return f"{params.slots} slots, {forced} of them forced in"
