@@ -1,6 +1,7 @@
 """Small real things for tests: targets of real architectures made from a config, drafters, hidden states."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -145,7 +146,7 @@ def make_project(folder: Path, config: object = None, python: str = sys.executab
     (folder / "profiles").mkdir()
     (folder / "profiles/tiny.yaml").write_text(text)
     knobs = (ROOT / "params.yaml").read_text().replace("profile: smollm ", "profile: tiny ")
-    (folder / "params.yaml").write_text(knobs.replace("engine: torch ", "engine: sglang "))
+    (folder / "params.yaml").write_text(re.sub(r"^engine: \w+", "engine: sglang", knobs, flags=re.M))
     return folder
 
 

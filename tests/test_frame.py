@@ -1,5 +1,6 @@
 """The frame of a stage: atomic writes, errors without traceback, tracking that only watches (cases C29, C31)."""
 
+import errno
 import json
 import os
 import subprocess
@@ -82,6 +83,22 @@ def test_a_failing_stage_exits_with_its_message_and_writes_nothing(workspace: Pa
         run("vocab", body)
     assert str(caught.value) == "vocab: It broke.\n  where: here"
     assert not (workspace / "metrics").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "shard"), "the disk is full"),
+        (PermissionError(errno.EACCES, "Permission denied", "store"), "store"),
+        (ConnectionResetError("gone"), "gone"),
+    ],
+)
+def test_what_the_operating_system_refuses_is_one_clear_error(workspace: Path, error: OSError, told: str) -> None:
+    def body(_: object) -> Result:
+        raise error
+
+    with pytest.raises(SystemExit, match=f"vocab: The operating system refused this(.|\\n)*{told}"):
+        run("vocab", body)
 
 
 def test_a_stage_script_ends_without_a_traceback(tmp_path: Path) -> None:

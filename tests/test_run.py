@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -15,14 +16,19 @@ ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
 
 
-def shell(*command: str, cwd: Path) -> str:
+def run_in(cwd: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with the clone's own code."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("DVC_", "MLFLOW_", "REDRAFT_"))
     }
     # the clone's own code, with bytecode on: __pycache__ must not make a stage stale
     environment |= {"PATH": path, "PYTHONPATH": str(cwd / "src"), "PYTHONDONTWRITEBYTECODE": ""}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def shell(*command: str, cwd: Path) -> str:
+    done = run_in(cwd, *command)
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout + done.stderr
 
@@ -57,6 +63,11 @@ def metrics(folder: Path, stage: str) -> dict[str, object]:
     return json.loads((folder / "metrics" / f"{stage}.json").read_text())
 
 
+def ran(text: str) -> list[str]:
+    """The stages that `dvc repro` or `dvc exp run` ran."""
+    return [line.split("'")[1] for line in text.splitlines() if line.startswith("Running stage")]
+
+
 def test_every_stage_leaves_its_artefacts(clone: Path) -> None:
     assert metrics(clone, "probe")["lossless"] is True
     assert metrics(clone, "probe")["accept_length"] > 1.3  # type: ignore[operator]
@@ -74,16 +85,43 @@ def test_every_stage_leaves_its_artefacts(clone: Path) -> None:
 def test_a_second_repro_does_nothing(clone: Path) -> None:
     began = time.monotonic()
     text = shell("dvc", "repro", cwd=clone)
-    assert "Running stage" not in text
+    assert ran(text) == ["machine"]
     assert time.monotonic() - began < 20  # 5 s on an idle machine; a stage alone would take longer than this
     shell("dvc", "repro", "--dry", "--allow-missing", cwd=clone)
     assert shell("git", "status", "--porcelain", cwd=clone) == ""
 
 
+def test_a_clone_measures_anew_only_on_another_machine(clone: Path, tmp_path: Path) -> None:
+    # metrics are in git: without a machine among its inputs, bench is skipped and a newcomer reads another's figures
+    second = tmp_path / "second"
+    shell("git", "clone", "--quiet", str(clone), str(second), cwd=clone)
+    shell("dvc", "cache", "dir", "--local", str(clone / ".dvc/cache"), cwd=second)
+    shell("dvc", "checkout", cwd=second)
+    shutil.copytree(clone / ".store", second / ".store")
+    assert ran(shell("dvc", "repro", cwd=second)) == ["machine"]
+    assert shell("git", "status", "--porcelain", cwd=second) == ""
+    lock = (second / "dvc.lock").read_text()
+    recorded = re.findall(r"path: artifacts/machine.json\n\s+hash: md5\n\s+md5: (\w+)", lock)
+    assert len(set(recorded)) == 1
+    assert len(recorded) == 2  # made by machine, read by bench
+    (second / "dvc.lock").write_text(lock.replace(recorded[0], "a" * 32))  # as if it was made on another machine
+    assert ran(shell("dvc", "repro", cwd=second)) == ["machine", "bench", "report"]
+
+
+@pytest.mark.parametrize("change", ["+learning_rate=0.1", "ttt_steps=true", "profile=tinny", "lr=.nan"])
+def test_what_cannot_be_used_is_refused_even_when_nothing_would_run(clone: Path, change: str) -> None:
+    try:
+        done = run_in(clone, "dvc", "exp", "run", "-S", change)
+    finally:
+        shell("git", "checkout", "--", "params.yaml", cwd=clone)
+    assert done.returncode != 0
+    assert "machine: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_an_experiment_with_another_lr_reruns_train_and_what_follows(clone: Path) -> None:
     text = shell("dvc", "exp", "run", "-S", "lr=5e-5", cwd=clone)
-    ran = [line.split("'")[1] for line in text.splitlines() if line.startswith("Running stage")]
-    assert ran == ["train", "probe", "bench", "report"]
+    assert ran(text) == ["machine", "train", "probe", "bench", "report"]
     assert "lr: 5e-05" in (clone / "params.yaml").read_text()
     assert json.loads((clone / "artifacts" / "drafter" / "redraft.json").read_text())["training"]["lr"] == 5e-5
     difference = shell("dvc", "metrics", "diff", "--md", "HEAD", cwd=clone)
@@ -98,7 +136,7 @@ def test_an_experiment_with_another_lr_reruns_train_and_what_follows(clone: Path
     assert sorted(run.data.params["lr"] for run in parents.values()) == ["0.002", "5e-05"]
     for number, parent in parents.items():
         stages = {run.data.tags["stage"] for run in runs if run.data.tags.get("mlflow.parentRunId") == number}
-        assert stages >= set(ran)
+        assert stages >= {"train", "probe", "bench", "report"}
         assert {"probe/accept_length", "bench/ratio_at_1", "train/accuracy"} <= parent.data.metrics.keys()
 
 
