@@ -48,12 +48,12 @@ def run(
 
     `world` gives processes and launcher, see `redraft.frame.launch`; of many processes rank 0 alone writes and tracks.
     """
-    began = time.perf_counter()
     try:
         config = load_config()
         launch(*world(config))
         with track.stage_run(name, config) as tracked:
             _current[:] = [tracked]
+            began = time.perf_counter()  # after MLflow was loaded and told
             result = body(config)
             if not is_main():
                 return
