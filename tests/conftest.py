@@ -1,7 +1,9 @@
 """Small real things for tests: targets of real architectures made from a config, drafters, hidden states."""
 
 import json
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -202,3 +204,27 @@ def ends(llama_folder: Path) -> Ends:
 @pytest.fixture(autouse=True)
 def _fresh_accelerator() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)  # one process trains several times, in two precisions
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MLflow's database without a run: it takes seconds to make."""
+    from mlflow import MlflowClient
+
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_database: Path) -> Path:
+    """A project's root with params, profiles and an MLflow database of its own; the current folder."""
+    for name in ("params.yaml", "profiles"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.startswith(("MLFLOW_", "DVC_")):
+            monkeypatch.delenv(name)
+    (tmp_path / ".store").mkdir()
+    shutil.copy(empty_database, tmp_path / ".store" / "mlflow.db")
+    return tmp_path

@@ -1,23 +1,18 @@
-"""The frame of a stage: atomic writes, errors without traceback, tracking that only watches (cases C29, C31)."""
+"""The frame of a stage: atomic writes, errors without traceback, ranks."""
 
 import errno
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
 
-from redraft.cli import main
-from redraft.frame import atomic, track
+from redraft.frame import atomic
 from redraft.frame.curves import read_curve, write_curve
 from redraft.frame.errors import RedraftError
-from redraft.frame.journal import journals, read
-from redraft.frame.params import load_config
-from redraft.frame.stage import Result, log, run
+from redraft.frame.stage import Result, run
 
 ROOT = Path(__file__).parent.parent
 
@@ -65,16 +60,6 @@ def test_an_error_says_what_where_and_what_to_do() -> None:
     ]
 
 
-@pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("params.yaml", "profiles"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    monkeypatch.chdir(tmp_path)
-    for name in ("DVC_ROOT", "DVC_EXP_NAME", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
-
-
 def test_a_failing_stage_exits_with_its_message_and_writes_nothing(workspace: Path) -> None:
     def body(_: object) -> Result:
         raise RedraftError("It broke.", where="here")
@@ -118,131 +103,8 @@ def test_a_stage_script_ends_without_a_traceback(tmp_path: Path) -> None:
     assert "Traceback" in debug.stderr
 
 
-def test_one_parent_with_a_child_for_each_stage(workspace: Path) -> None:
-    curve = [{"step": 1.0, "loss": 3.0}, {"step": 2.0, "loss": 2.0}]
-    result = Result({"slots": 5, "name": "x"}, {"rate": 7.0}, {"train": curve}, {"train/loss": 2.0})
-    run("vocab", lambda _: result)
-    run("train", lambda _: result)
-    client = MlflowClient(track.tracking_uri())
-    assert (workspace / ".store" / "mlflow.db").is_file()
-    experiment = client.get_experiment_by_name("redraft/smollm")
-    runs = client.search_runs([experiment.experiment_id])
-    (parent,) = [found for found in runs if track.PARENT_TAG in found.data.tags]
-    children = {found.data.tags["stage"]: found for found in runs if found is not parent}
-    assert children.keys() == {"vocab", "train"}
-    assert {child.data.tags["mlflow.parentRunId"] for child in children.values()} == {parent.info.run_id}
-    assert parent.data.params["lr"] == "0.002"
-    assert parent.data.params["profile.vocab.slots"] == "3072"
-    assert parent.data.metrics == {"train/loss": 2.0}
-    assert children["vocab"].data.metrics["vocab/slots"] == 5
-    history = client.get_metric_history(children["train"].info.run_id, "train/loss")
-    assert [(point.step, point.value) for point in history] == [(1, 3.0), (2, 2.0)]
-    assert {found.info.status for found in runs} == {"FINISHED"}
-    run("vocab", lambda _: result)
-    run("train", lambda _: result)
-    runs = client.search_runs([experiment.experiment_id])
-    assert len([found for found in runs if track.PARENT_TAG in found.data.tags]) == 2
-    assert len(runs) == 6
-
-
-def test_a_failed_stage_is_a_failed_run(workspace: Path) -> None:
-    def body(_: object) -> Result:
-        raise RedraftError("It broke.")
-
-    with pytest.raises(SystemExit):
-        run("train", body)
-    client = MlflowClient(track.tracking_uri())
-    experiment = client.get_experiment_by_name("redraft/smollm")
-    assert {found.info.status for found in client.search_runs([experiment.experiment_id])} == {"FAILED"}
-
-
-def test_an_experiment_is_a_run_of_its_own(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = load_config().params.model_dump()
-    plain = track.pipeline_key(params)
-    assert plain == track.pipeline_key(dict(reversed(params.items())))
-    assert plain != track.pipeline_key({**params, "lr": 5e-5})
-    monkeypatch.setenv("DVC_EXP_NAME", "lucky-name")
-    assert track.pipeline_key(params) == "lucky-name"
-
-
-def test_a_missing_server_costs_one_warning(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    began = time.monotonic()
-    run("vocab", lambda _: Result({"slots": 5}))
-    assert time.monotonic() - began < 15
-    assert capsys.readouterr().err.count("warning: MLflow at http://127.0.0.1:9") == 1
-    assert json.loads((workspace / "metrics" / "vocab.json").read_text()) == {"slots": 5}
-
-
-def test_publish_fills_in_what_a_missing_server_did_not_take(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    curve = [{"step": float(step), "loss": 3.0 / step} for step in range(1, 251)]
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    run("train", lambda _: Result({"slots": 5}, curves={"train": curve}, headline={"train/loss": 2.0}))
-    monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    for path in journals():
-        assert track.send(path) > 250
-        assert track.send(path) == 0
-    monkeypatch.setattr(sys, "argv", ["redraft", "publish"])
-    main()
-    assert "1 journals, 0 lines" in capsys.readouterr().out
-    client = MlflowClient(track.tracking_uri())
-    experiment = client.get_experiment_by_name("redraft/smollm")
-    runs = client.search_runs([experiment.experiment_id])
-    (child,) = [found for found in runs if found.data.tags.get("stage") == "train"]
-    assert len(client.get_metric_history(child.info.run_id, "train/loss")) == 250
-    assert child.data.metrics["train/slots"] == 5
-    assert child.info.status == "FINISHED"
-    assert len(runs) == 2
-
-
-def test_a_killed_stage_goes_on_in_its_own_run(workspace: Path) -> None:
-    def body(end: int, status: str | None) -> Result:
-        for step in range(1, end):
-            log("train", {"step": float(step), "loss": 1.0 / step})
-        if status:
-            raise SystemExit(143)
-        return Result({"slots": 5})
-
-    with pytest.raises(SystemExit) as caught:
-        run("train", lambda _: body(6, "killed"))
-    assert caught.value.code == 143
-    client = MlflowClient(track.tracking_uri())
-    experiment = client.get_experiment_by_name("redraft/smollm").experiment_id
-    assert {found.info.status for found in client.search_runs([experiment])} == {"KILLED"}
-    run("train", lambda _: body(9, None))  # from the state saved at step 4, say: steps 5 and on come again
-    (child,) = client.search_runs([experiment], "tags.stage = 'train'")
-    assert child.info.status == "FINISHED"
-    assert [point.step for point in client.get_metric_history(child.info.run_id, "train/loss")] == list(range(1, 9))
-
-
 def test_other_ranks_write_and_track_nothing(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     run("vocab", lambda _: Result({"slots": 5}))
     assert not (workspace / "metrics").exists()
-    assert not (workspace / ".store").exists()
-
-
-def test_a_foreign_run_id_does_not_take_the_stage_in(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_RUN_ID", "0" * 32)
-    run("vocab", lambda _: Result({"slots": 5}))
-    client = MlflowClient(track.tracking_uri())
-    experiment = client.get_experiment_by_name("redraft/smollm").experiment_id
-    assert {found.info.status for found in client.search_runs([experiment])} == {"FINISHED"}
-
-
-def test_a_torn_line_stops_nothing(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def dies() -> Result:
-        log("train", {"step": 1.0, "loss": 3.0})
-        raise SystemExit(143)
-
-    with pytest.raises(SystemExit):
-        run("train", lambda _: dies())
-    (path,) = journals()
-    path.write_text(path.read_text() + '{"curve": "tr')
-    run("train", lambda _: Result({"slots": 5}, curves={"train": [{"step": 2.0, "loss": 2.0}]}))
-    assert [row["step"] for row in (line["row"] for line in read(path) if "row" in line)] == [1.0, 2.0]
-    assert read(path)[-1]["status"] == "FINISHED"
+    assert not (workspace / ".store" / "journal").exists()

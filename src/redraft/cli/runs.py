@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,21 +66,41 @@ def read_bench(path: Path) -> dict[str, Any]:
 
 
 def _publish(arguments: argparse.Namespace) -> None:
-    from redraft.frame.journal import journals, read
-    from redraft.frame.track import send, tracking_uri
+    from redraft.frame.journal import first, journals
+    from redraft.frame.mlflow_client import address, is_away, reason
+    from redraft.frame.mlflow_runs import close_partial_runs, send
+    from redraft.frame.track import refusal
 
-    sent, failed = [], {}
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")  # seconds; no training waits here
+    sent: list[int] = []
+    refused: dict[str, str] = {}
+    failed: dict[str, Exception] = {}
+    profiles = set()
     for path in journals():
         try:
-            sent += [send(path)] if read(path) else []
+            if header := first(path):
+                sent.append(send(path, refused=refused))
+                profiles.add(header["tags"]["profile"])
         except Exception as error:  # whatever the tracking server says: the next journal may be taken
-            failed[path.name] = f"{type(error).__name__}: {error}".splitlines()[0]
-    print(f"{len(sent)} journals, {sum(sent)} lines that {tracking_uri()} did not have")
+            failed[path.name] = error
+            if is_away(error):
+                break
+    try:
+        for profile in () if failed else profiles:
+            close_partial_runs(profile)
+    except Exception as error:
+        failed["runs left open"] = error
+    print(f"{len(sent)} journals, {sum(sent)} lines that {address()} did not have")
+    if refused:
+        print(f"warning: {refusal(refused)}", file=sys.stderr)
+    for fault in failed.values():
+        if isinstance(fault, RedraftError):
+            raise fault
     if failed:
-        name, reason = next(iter(failed.items()))
+        name, fault = next(iter(failed.items()))
         raise RedraftError(
-            f"The tracking server did not take {len(failed)} journals.",
-            where=tracking_uri(),
-            found=f"{name}: {reason}",
+            f"The tracking server did not take {len(failed)} of the journals.",
+            where=address(),
+            found=f"{name}: {type(fault).__name__}: {reason(fault)}",
             fix="start it, or set MLFLOW_TRACKING_URI; what was sent already is not sent again",
         )

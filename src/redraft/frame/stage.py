@@ -56,7 +56,6 @@ def run(
         world: gives processes and launcher, see `redraft.frame.launch`; rank 0 alone writes and tracks.
         recorded: whether there is something to keep: a stage that always runs would give every `dvc repro` a run.
     """
-    began = time.perf_counter()
     try:
         config = load_config()
         if not recorded:
@@ -65,6 +64,7 @@ def run(
         launch(*world(config))
         with track.stage_run(name, config) as tracked:
             _current[:] = [tracked]
+            began = time.perf_counter()  # after MLflow was loaded and told
             result = body(config)
             if not is_main():
                 return

@@ -7,8 +7,14 @@ big ones, hidden states and trainings, move with `$REDRAFT_STORE`.
 import hashlib
 import json
 import os
+import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from redraft.frame import atomic
+
+HEAD_BYTES = 64 * 1024
 
 
 def home() -> Path:
@@ -24,3 +30,27 @@ def store_root() -> Path:
 def fingerprint(identity: dict[str, Any]) -> str:
     """SHA-256, 16 hex digits, of a JSON value with sorted keys."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def files_fingerprint(folders: Iterable[Path]) -> str:
+    """Of the names, sizes and first 64 KiB of all files but hidden and compiled ones.
+
+    Milliseconds, and enough for code and for manifests, which hold the hashes of what is larger.
+    """
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder)
+            if path.is_file() and path.suffix != ".pyc" and not any(part.startswith(".") for part in name.parts):
+                with path.open("rb") as file:
+                    head = file.read(HEAD_BYTES)
+                digest.update(repr((folder.name, str(name), path.stat().st_size, head)).encode())
+    return digest.hexdigest()[:16]
+
+
+def workspace() -> str:
+    """An id of this workspace, made once: what two people run on one server stays apart."""
+    path = home() / "workspace"
+    if not path.is_file():
+        atomic.write_text(path, uuid.uuid4().hex)
+    return path.read_text()
