@@ -44,7 +44,8 @@ def main(job: dict[str, object]) -> None:
         weights = weights_hash(checkpoint.drafter.state_dict())
         world = dist.get_world_size() if dist.is_initialized() else 1
         found = {"world": world, "backend": dist.get_backend() if dist.is_initialized() else None, "weights": weights}
-        found |= {name: getattr(fitted, name) for name in ("curve", "heldout", "start", "tokens", "steps")}
+        found |= {name: getattr(fitted, name) for name in ("curve", "tokens", "steps")}
+        found |= {"start": fitted.start.metrics(), "heldout": fitted.heldout.metrics()}
         Path(str(job["out"])).write_text(json.dumps(found))
 
 

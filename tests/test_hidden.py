@@ -152,13 +152,14 @@ def test_a_packed_row_holds_its_documents(target: Target, llama_folder: Path, st
     rows = PackedRows(states, 32)
     for number, members in enumerate(rows.rows):
         row = rows[number]
-        assert row["aux"].shape == (32, 3 * HIDDEN)
+        assert row.aux.shape == (1, 32, 3 * HIDDEN)
+        assert rows.samples(number) == [str(member) for member in members]
         for place, member in enumerate(members, 1):
-            own = row["documents"] == place
+            own = row.documents == place
             for name, tensor in states.read(member).items():
-                assert torch.equal(row[name][own], tensor)
-            assert row["positions"][own].tolist() == list(range(states.length(member)))
-        assert not row["loss_mask"][row["documents"] == 0].any()
+                assert torch.equal(getattr(row, name)[own], tensor)
+            assert row.positions[own].tolist() == list(range(states.length(member)))
+        assert not row.loss_mask[row.documents == 0].any()
 
 
 def test_a_corpus_is_read_as_written_and_knows_what_it_was_made_of(tiny_folder: Path, tmp_path: Path) -> None:
