@@ -46,11 +46,7 @@ def main(config: Config) -> Result:
     if not is_main():
         return Result()
     heldout = fitted.heldout.metrics()
-    headline = {
-        "train/loss": "loss_0",
-        "train/accuracy": "accuracy_0",
-        "train/predicted_accept_length": "accept_length",
-    }
+    told = {"loss": "loss_0", "accuracy": "accuracy_0", "predicted_accept_length": "accept_length"}
     drafter.record |= {"training": params.model_dump(mode="json"), "hidden": states["train"].manifest["fingerprint"]}
     drafter.record |= {"target": identity["target"], "steps": fitted.kept, "heldout": heldout}
     write_checkpoint(Path("artifacts/drafter"), drafter, layers)
@@ -68,7 +64,7 @@ def main(config: Config) -> Result:
         },
         timing={"tokens_per_second": round(fitted.tokens / fitted.seconds), "step_ms": fitted.parts},
         curves={"train": fitted.curve, "heldout": fitted.evaluations},
-        headline={f"train/{name}": heldout[key] for name, key in headline.items() if heldout.get(key) is not None},
+        headline={f"train/{name}": heldout[key] for name, key in told.items() if heldout.get(key) is not None},
     )
 
 

@@ -292,7 +292,7 @@ class _Run:
 
     def _save(self, window: Tally) -> None:
         accelerator, step = self.together.accelerator, self.progress.step
-        fault = self.update.fault(self.batches.read(step - 1)[-1])
+        fault = self.update.fault(self.batches.read(step - 1)[-1:])
         with self.together.agreed():  # nothing that a training cannot go on from replaces an older state
             if fault:
                 raise self._diverged(fault, step)

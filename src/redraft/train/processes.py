@@ -6,6 +6,7 @@ told once: by the process that failed first.
 """
 
 import os
+import signal
 import threading
 import time
 import warnings
@@ -45,8 +46,15 @@ def begin(seed: int, processes: int) -> Accelerator:
             found=accelerator.num_processes,
             cause="on a CPU `accelerate launch` starts one process: use torchrun",
         )
-        raise error if accelerator.is_main_process else SystemExit(1)
+        raise _telling(error) if accelerator.is_main_process else SystemExit(1)
     return accelerator
+
+
+def _telling(error: Exception) -> Exception:
+    """`error`, of the process that tells it: the launcher asks it to stop as soon as a silent one has ended."""
+    if "RANK" in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return error
 
 
 @contextmanager
@@ -108,7 +116,7 @@ class Together:
 
     def stop(self, error: RedraftError) -> NoReturn:
         """Stop for a reason that every process sees by itself."""
-        raise error if self.main else SystemExit(1)
+        raise _telling(error) if self.main else SystemExit(1)
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -125,7 +133,8 @@ class Together:
         failed[self.accelerator.process_index] = caught is not None
         ranks = self.accelerator.reduce(failed).nonzero().flatten().tolist()
         if ranks:
-            raise caught if caught and ranks[0] == self.accelerator.process_index else SystemExit(1)
+            mine = ranks[0] == self.accelerator.process_index
+            raise _telling(caught) if caught and mine else SystemExit(1)
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -143,6 +152,7 @@ class Together:
             watch.join()  # not this process: it has something to tell
             if not self._first(error):
                 raise SystemExit(1) from error
+            _telling(error)
             if _of_a_peer(error):
                 raise RedraftError(
                     "Another process of this training ended without a word.",

@@ -101,14 +101,15 @@ class Update:
         self.accelerator.backward(output.losses.sum() * 0.0)
         self.optimizer.zero_grad()
 
-    @torch.no_grad()
-    def fault(self, batch: Batch) -> str | None:
-        """What is wrong with the weights, if anything: they are not finite, or do not give finite losses on `batch`."""
-        losses = self.module(batch.to(self.accelerator.device), self.params.loss.mask).losses
+    def fault(self, micro: list[Batch]) -> str | None:
+        """What is wrong with the weights, if anything: they are not finite, or no step can follow on `micro`."""
         broken = [name for name, weight in self.module.named_parameters() if not local(weight).isfinite().all()]
+        self.laps.begin(False)
+        _, _, norm = self.gradients(micro, Tally())
+        self.optimizer.zero_grad()
         if broken:
             return f"weights that are not finite: {', '.join(broken[:3])}"
-        return None if losses.isfinite().all() else "losses that are not finite under the weights it left"
+        return None if norm.isfinite() else f"a gradient norm of {float(norm)} under the weights it left"
 
     @property
     def _trained(self) -> list[Tensor]:
