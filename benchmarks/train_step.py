@@ -17,6 +17,7 @@ import torch
 
 from redraft.drafter.model import Drafter, DrafterConfig
 from redraft.frame.device import resolve
+from redraft.hidden.rows import Batch
 from redraft.train.step import TTTModule
 from redraft.vocab.mapping import Mapping
 
@@ -87,20 +88,20 @@ def rate(m: int, k: int, n: int, dtype: torch.dtype) -> float:
     return 2 * m * k * n / statistics.median(seconds)
 
 
-def batch_of(shape: Shape) -> dict[str, torch.Tensor]:
+def batch_of(shape: Shape) -> Batch:
     """Random packed rows, full to the last token."""
     size, hidden = (shape.rows, shape.row_tokens), shape.config.hidden_size
     length = shape.row_tokens // shape.documents
     place = torch.arange(shape.row_tokens)
-    return {
-        "input_ids": torch.randint(shape.config.vocab_size, size),
-        "loss_mask": (place % length >= shape.prompt * length).long().expand(size),
-        "aux": torch.randn(*size, 3 * hidden).bfloat16(),
-        "final": torch.randn(*size, hidden).bfloat16(),
-        "greedy": torch.randint(shape.config.draft_vocab_size, size),
-        "documents": (place // length + 1).expand(size),
-        "positions": (place % length).expand(size),
-    }
+    return Batch(
+        input_ids=torch.randint(shape.config.vocab_size, size),
+        loss_mask=(place % length >= shape.prompt * length).long().expand(size),
+        aux=torch.randn(*size, 3 * hidden).bfloat16(),
+        final=torch.randn(*size, hidden).bfloat16(),
+        greedy=torch.randint(shape.config.draft_vocab_size, size),
+        documents=(place // length + 1).expand(size),
+        positions=(place % length).expand(size),
+    )
 
 
 def measure(shape: Shape, repeats: int) -> tuple[float, int, dict[str, float]]:
@@ -109,7 +110,7 @@ def measure(shape: Shape, repeats: int) -> tuple[float, int, dict[str, float]]:
     config = shape.config
     head = torch.randn(config.vocab_size, config.hidden_size)
     mapping = Mapping(np.arange(config.draft_vocab_size), config.vocab_size)
-    module = TTTModule(Drafter.fresh(config, 0), mapping, head, head, STEPS)
+    module = TTTModule(Drafter.fresh(config, 0), mapping, head, head, STEPS, shape.precision)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
     batch = batch_of(shape)
     seconds, parts = [], defaultdict(list)
@@ -122,8 +123,7 @@ def measure(shape: Shape, repeats: int) -> tuple[float, int, dict[str, float]]:
             parts[part].append(now - last)
             last = now
 
-        with torch.autocast("cpu", torch.bfloat16, enabled=shape.precision == "bf16"):
-            output = module(batch, lap=lap)
+        output = module(batch, lap=lap)
         contributing = output.contributing()
         (output.losses * contributing).sum().div(contributing.sum()).backward()
         lap("backward")
@@ -132,7 +132,7 @@ def measure(shape: Shape, repeats: int) -> tuple[float, int, dict[str, float]]:
         optimizer.zero_grad()
         lap("optimizer")
         seconds.append(time.perf_counter() - began)
-    asked = len(output.positions)
+    asked = len(output.flat)
     return statistics.median(seconds[1:]), asked, {name: statistics.median(part[1:]) for name, part in parts.items()}
 
 

@@ -42,11 +42,12 @@ def main(config: Config) -> Result:
     write_checkpoint(OUT, donor, aux_layers)
     fitted.state.discard()
     write_curve(Path("plots/donor.csv"), fitted.curve)
+    heldout = fitted.heldout.metrics()
     return Result(
-        {"source": "train", "slots": len(donor.mapping), "steps": fitted.steps, "heldout": fitted.heldout},
+        {"source": "train", "slots": len(donor.mapping), "steps": fitted.steps, "heldout": heldout},
         timing={"tokens_per_second": round(fitted.tokens / fitted.seconds), "step_ms": fitted.parts},
         curves={"train": fitted.curve},
-        headline={"donor/accuracy": fitted.heldout["accuracy_0"]},
+        headline={"donor/accuracy": heldout["accuracy_0"]},
     )
 
 

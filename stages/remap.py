@@ -43,8 +43,9 @@ def main(config: Config) -> Result:
     }
     if knobs.init == "remap":
         metrics["proof"] = prove(donor, chosen)
-    loss = {"remap/first_loss": table[option]["loss"], "remap/naive_first_loss": table["naive"]["loss"]}
-    return Result(metrics, headline={**loss, "remap/first_accuracy": table[option]["accuracy"]})
+    first, naive = table[option], table["naive"]["loss"]
+    headline = {"first_loss": first["loss"], "naive_first_loss": naive, "first_accuracy": first["accuracy"]}
+    return Result(metrics, headline={f"remap/{name}": value for name, value in headline.items() if value is not None})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from redraft.drafter.checkpoint import read_checkpoint, read_parts, write_checkpoint
 from redraft.frame.curves import write_curve
@@ -12,7 +11,9 @@ from redraft.frame.stage import Result, log, run
 from redraft.hidden.rows import HiddenStates
 from redraft.target.ends import read_ends, target_hash
 from redraft.train import gate
+from redraft.train.batches import require_share
 from redraft.train.loop import fit
+from redraft.train.measure import Heldout
 from redraft.vocab.build import read_vocab
 
 TARGET = Path("artifacts/target")
@@ -29,7 +30,7 @@ def main(config: Config) -> Result:
     states = {split: HiddenStates(MANIFEST, split, **identity) for split in ("train", "heldout")}
     donor = read_parts(Path("artifacts/donor"), finite=False).mapping
 
-    def check(start: dict[str, Any]) -> None:
+    def check(start: Heldout) -> None:
         with tempfile.TemporaryDirectory() as scratch:  # a drafter that cannot be written is told now
             write_checkpoint(Path(scratch) / "drafter", drafter, layers)
         shard = gate.read_diagnostic(MANIFEST)
@@ -44,8 +45,10 @@ def main(config: Config) -> Result:
     )  # fmt: skip
     if not is_main():
         return Result()
+    heldout = fitted.heldout.metrics()
+    told = {"loss": "loss_0", "accuracy": "accuracy_0", "predicted_accept_length": "accept_length"}
     drafter.record |= {"training": params.model_dump(mode="json"), "hidden": states["train"].manifest["fingerprint"]}
-    drafter.record |= {"target": identity["target"], "steps": fitted.kept, "heldout": fitted.heldout}
+    drafter.record |= {"target": identity["target"], "steps": fitted.kept, "heldout": heldout}
     write_checkpoint(Path("artifacts/drafter"), drafter, layers)
     write_curve(Path("plots/train.csv"), fitted.curve)
     write_curve(Path("plots/heldout.csv"), fitted.evaluations)
@@ -56,18 +59,20 @@ def main(config: Config) -> Result:
             "kept_step": fitted.kept,
             "tokens": fitted.tokens,
             "precision": fitted.precision,
-            "start": fitted.start,
-            "heldout": fitted.heldout,
+            "start": fitted.start.metrics(),
+            "heldout": heldout,
         },
         timing={"tokens_per_second": round(fitted.tokens / fitted.seconds), "step_ms": fitted.parts},
         curves={"train": fitted.curve, "heldout": fitted.evaluations},
-        headline={
-            "train/loss": fitted.heldout["loss_0"],
-            "train/accuracy": fitted.heldout["accuracy_0"],
-            "train/predicted_accept_length": fitted.evaluations[-1]["accept_length"],
-        },
+        headline={f"train/{name}": heldout[key] for name, key in told.items() if heldout.get(key) is not None},
     )
 
 
+def world(config: Config) -> tuple[int, str]:
+    profile = config.profile.train
+    require_share(config.fit(), profile.processes)
+    return profile.processes, profile.launcher
+
+
 if __name__ == "__main__":
-    run("train", main, lambda config: (config.profile.train.processes, config.profile.train.launcher))
+    run("train", main, world)

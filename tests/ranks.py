@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from conftest import some_checkpoint
 
+from redraft.frame.errors import RedraftError
 from redraft.frame.launch import is_main
 from redraft.frame.profile import FitParams
 from redraft.hidden.rows import HiddenStates
 from redraft.target.ends import read_ends
 from redraft.train.loop import fit
 from redraft.train.state import weights_hash
+from redraft.train.step import TTTModule
 
 
 def die_at(step: int, number: int) -> Callable[[str, dict[str, float]], None]:
@@ -29,12 +31,27 @@ def die_at(step: int, number: int) -> Callable[[str, dict[str, float]], None]:
     return log
 
 
+def fail_on_rank_1() -> None:
+    """From its third training forward on, rank 1 raises, and the others wait for it in a collective."""
+    forward, done = TTTModule.forward, [0]
+
+    def failing(self: TTTModule, *arguments: object, **keywords: object) -> object:
+        done[0] += not keywords.get("exact")
+        if done[0] > 3 and not is_main():
+            raise OSError(5, "Input/output error", "/hidden/shard-7")
+        return forward(self, *arguments, **keywords)  # type: ignore[arg-type]
+
+    TTTModule.forward = failing  # type: ignore[method-assign, assignment]
+
+
 def main(job: dict[str, object]) -> None:
     states = {split: HiddenStates(Path(str(job["manifest"])), split) for split in ("train", "heldout")}
     checkpoint = some_checkpoint(1, scale=1.0)
     params = FitParams.model_validate(job["params"])
     ends = read_ends(Path(str(job["target"])))
     processes = int(str(job["processes"]))
+    if job.get("fail"):
+        fail_on_rank_1()
     step, number = job.get("die", (0, signal.SIGKILL))  # type: ignore[misc]
     splits, resume = (states["train"], states["heldout"]), str(job.get("resume", "auto"))
     fitted = fit(
@@ -44,10 +61,14 @@ def main(job: dict[str, object]) -> None:
         weights = weights_hash(checkpoint.drafter.state_dict())
         world = dist.get_world_size() if dist.is_initialized() else 1
         found = {"world": world, "backend": dist.get_backend() if dist.is_initialized() else None, "weights": weights}
-        found |= {name: getattr(fitted, name) for name in ("curve", "heldout", "start", "tokens", "steps")}
+        found |= {name: getattr(fitted, name) for name in ("curve", "tokens", "steps")}
+        found |= {"start": fitted.start.metrics(), "heldout": fitted.heldout.metrics()}
         Path(str(job["out"])).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(json.loads(Path(sys.argv[1]).read_text()))
+    try:
+        main(json.loads(Path(sys.argv[1]).read_text()))
+    except RedraftError as error:
+        sys.exit(str(error))

@@ -147,18 +147,20 @@ def test_a_document_longer_than_a_row_is_refused() -> None:
 
 
 def test_a_packed_row_holds_its_documents(target: Target, llama_folder: Path, store: Path) -> None:
-    manifest = extract(target, target_hash(llama_folder), {"heldout": corpus_of(LENGTHS, 1)}, PARAMS)
+    corpus = corpus_of(LENGTHS, 1)
+    manifest = extract(target, target_hash(llama_folder), {"heldout": corpus}, PARAMS)
     states = HiddenStates(manifest, "heldout")
     rows = PackedRows(states, 32)
     for number, members in enumerate(rows.rows):
         row = rows[number]
-        assert row["aux"].shape == (32, 3 * HIDDEN)
-        for place, member in enumerate(members, 1):
-            own = row["documents"] == place
+        assert row.aux.shape == (1, 32, 3 * HIDDEN)
+        for place, (member, sample) in enumerate(zip(members, rows.samples(number), strict=True), 1):
+            own = row.documents == place
+            assert row.input_ids[own].tolist() == corpus.document(corpus.samples.index(sample))[0].tolist()
             for name, tensor in states.read(member).items():
-                assert torch.equal(row[name][own], tensor)
-            assert row["positions"][own].tolist() == list(range(states.length(member)))
-        assert not row["loss_mask"][row["documents"] == 0].any()
+                assert torch.equal(getattr(row, name)[own], tensor)
+            assert row.positions[own].tolist() == list(range(states.length(member)))
+        assert not row.loss_mask[row.documents == 0].any()
 
 
 def test_a_corpus_is_read_as_written_and_knows_what_it_was_made_of(tiny_folder: Path, tmp_path: Path) -> None:

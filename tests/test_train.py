@@ -1,12 +1,12 @@
 """The training loop: it learns, counts its steps, and says when the launch is not what was asked (cases C12, C14)."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import some_checkpoint
-from torch.utils.data import DataLoader
 
 from redraft.frame.device import resolve
 from redraft.frame.errors import RedraftError
@@ -16,8 +16,8 @@ from redraft.remap.fills import FILLS
 from redraft.remap.first_step import best_fill, first_steps
 from redraft.target.ends import Ends
 from redraft.train.loop import fit, lr_factor
-from redraft.train.measure import _half_width, evaluate
-from redraft.train.state import Progress, State, load
+from redraft.train.measure import Heldout, _half_width, evaluate
+from redraft.train.state import Progress, State, check_whole, load
 from redraft.train.step import TTTModule
 
 FIT = FitParams(
@@ -39,6 +39,12 @@ FIT = FitParams(
 )
 
 
+def heldout(loss: float | None, accuracy: float | None) -> Heldout:
+    """What `evaluate` would find in one draft step."""
+    ceiling = 0.0 if loss is None else 0.9
+    return Heldout(100, [loss], [accuracy], [ceiling], [accuracy], 0.1, 0.1, 1.5, 60)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_learns_and_is_the_same_twice(states: dict[str, HiddenStates], ends: Ends, precision: str) -> None:
     params = FIT.model_copy(update={"precision": precision})
@@ -47,7 +53,10 @@ def test_training_learns_and_is_the_same_twice(states: dict[str, HiddenStates], 
         checkpoint = some_checkpoint(1, scale=1.0)
         fitted = fit(checkpoint, ends, states["train"], states["heldout"], params)
         weights.append(checkpoint.drafter.state_dict())
-        assert fitted.heldout["loss_0"] < fitted.start["loss_0"] - 0.5
+        before, after = fitted.start.loss[0], fitted.heldout.loss[0]
+        assert before is not None
+        assert after is not None
+        assert after < before - 0.5
         assert fitted.curve[-1]["step"] == fitted.steps
         assert fitted.tokens == 30 * states["train"].tokens
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -61,8 +70,7 @@ def test_before_and_after_are_measured_in_the_same_precision(states: dict[str, H
     fitted = fit(checkpoint, ends, states["train"], states["heldout"], params)
     assert fitted.start == evaluate(fresh, rows, params)
     rounded = TTTModule(fresh.drafter, checkpoint.mapping, ends.embed.float(), ends.head, params.ttt_steps, "bf16")
-    batch = next(iter(DataLoader(rows)))
-    assert not torch.equal(rounded(batch).losses, rounded(batch, exact=True).losses)
+    assert not torch.equal(rounded(rows[0]).losses, rounded(rows[0], exact=True).losses)
 
 
 def test_a_fraction_of_a_pass_stops_within_it(states: dict[str, HiddenStates], ends: Ends) -> None:
@@ -108,7 +116,9 @@ def test_intervals_cover_the_mean_of_the_whole_95_times_in_100() -> None:
         counts = torch.randint(5, 40, (60,), generator=generator).double()
         level = 3 + torch.randn(60, generator=generator, dtype=torch.float64)  # what the positions of a row share
         sums = counts * level + counts.sqrt() * torch.randn(60, generator=generator, dtype=torch.float64)
-        covered += abs(float(sums.sum() / counts.sum()) - 3) <= _half_width(torch.stack([sums, counts]))
+        half = _half_width(torch.stack([sums, counts]))
+        assert half is not None
+        covered += abs(float(sums.sum() / counts.sum()) - 3) <= half
     assert 0.90 <= covered / 400 <= 0.98
 
 
@@ -120,7 +130,7 @@ def test_the_weights_with_the_best_joint_acceptance_stay(states: dict[str, Hidde
     assert scores[fitted.kept] == max(scores.values())
     module = TTTModule(checkpoint.drafter, checkpoint.mapping, ends.embed.float(), ends.head, params.ttt_steps)
     again = evaluate(module, PackedRows(states["heldout"], params.row_tokens), params)
-    assert again == fitted.heldout
+    assert again.metrics() == fitted.heldout.metrics()
     later = [step for step in scores if step > fitted.kept]
     assert fitted.steps == max(scores)
     assert len(later) <= 2
@@ -151,18 +161,20 @@ def test_a_state_is_taken_up_only_by_the_same_training(tmp_path: Path, monkeypat
     assert state.find("auto") == (None, None)
     with pytest.raises(RedraftError, match="no state to resume"):
         state.find("must")
-    best = {"w": torch.ones(2)}
+    best, rows = {"w": torch.ones(2)}, [heldout(2.0, 0.1), heldout(1.0, 0.2)]
     for step in (3, 5):
-        state.save(Progress(step=step), best, lambda folder: None, True, lambda: None)
+        progress = Progress(step=step, evaluations=rows, best=1)
+        state.save(progress, best, lambda folder: None, True, contextlib.nullcontext)
     found, _ = state.find("auto")
     assert found is not None
     assert [path.name for path in state.folder.glob("step-*")] == [found.name] == ["step-000000005"]
+    check_whole(found)
     progress, weights = load(found)
-    assert progress.step == 5
+    assert (progress.step, progress.evaluations) == (5, rows)
     assert weights is not None
     assert torch.equal(weights["w"], best["w"])
     assert state.find("never") == (None, None)
-    with state.alone(True), pytest.raises(RedraftError, match="runs this very training"), state.alone(True):
+    with state.alone(), pytest.raises(RedraftError, match="runs this very training"), state.alone():
         pass
     other = State("train", {"params": {"lr": 2.0}, "mapping": "a"})
     with pytest.raises(RedraftError, match=r"differs in params\.lr \(was 1\.0, now 2\.0\)"):
@@ -185,7 +197,7 @@ def test_padding_and_packing_change_no_measurement(states: dict[str, HiddenState
     found = []
     for row, micro in ((32, 32), (64, 256), (256, 256)):
         params = FIT.model_copy(update={"row_tokens": row, "micro_tokens": micro})
-        found.append(evaluate(module, PackedRows(states["heldout"], row), params))
+        found.append(evaluate(module, PackedRows(states["heldout"], row), params).metrics())
     for other in found[1:]:
         for name in (name for name in found[0] if not name.endswith("interval")):
             assert other[name] == pytest.approx(found[0][name], abs=2e-6), name

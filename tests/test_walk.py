@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from redraft.engines.torch import TorchEngine
 from redraft.hidden.extract import forward
+from redraft.hidden.rows import Batch
 from redraft.target.model import Target
 from redraft.train.step import StepOutput, TTTModule
 from redraft.train.walk import walk
@@ -25,10 +26,7 @@ def test_the_walk_is_what_the_engine_serves(target: Target) -> None:
         mask = torch.tensor([0] * len(prompt) + [1] * len(answer))
         documents.append((torch.tensor(prompt + answer, dtype=torch.int32), mask.to(torch.uint8)))
     states = forward(target, documents, torch.float32)
-    for number, state in enumerate(states, 1):  # all documents in one packed row
-        size = len(state["input_ids"])
-        state |= {"documents": torch.full((size,), number), "positions": torch.arange(size)}
-    row = {name: torch.cat([state[name] for state in states])[None] for name in states[0]}
+    row = Batch.row(states)  # all documents in one packed row
     module = TTTModule(checkpoint.drafter, checkpoint.mapping, target.embed, target.head, STEPS)
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
     for _ in range(60):  # until it is right now and then
@@ -39,7 +37,7 @@ def test_the_walk_is_what_the_engine_serves(target: Target) -> None:
     engine = TorchEngine(target, checkpoint, STEPS, frozenset({0}))
     assert [engine.generate(prompt, 24).ids for prompt in prompts] == answers
     with torch.no_grad():
-        found = walk(module(row), row["input_ids"], row["loss_mask"], row["documents"])
+        found = walk(module(row), row.input_ids, row.loss_mask, row.documents)
     assert found.tolist() == engine.acceptance().histogram
     assert min(found.tolist()) > 0  # every number of accepted drafts occurs
 

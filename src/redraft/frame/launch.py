@@ -1,6 +1,11 @@
-"""Processes: start as many as the profile asks for, and stop in order when told to."""
+"""Processes: start as many as the profile asks for, and stop in order when told to.
+
+Run as a module, `python -m redraft.frame.launch LAUNCHER ARGUMENTS`, it runs a launcher's module and leaves out the
+traceback and table with which torchrun ends: the process that failed has told its error.
+"""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,7 +18,10 @@ from redraft.frame.errors import RedraftError
 
 _told: list[int] = []
 SHUTDOWN_SECONDS = 600
-"""What torchrun leaves its processes to finish a step and save, after SIGTERM."""
+"""What torchrun leaves its processes to finish a step and save, when it is told to stop.
+
+Where one of them fails, the others end within seconds, see `redraft.train.processes`; at the latest torchrun's 30.
+"""
 
 
 def is_main() -> bool:
@@ -33,23 +41,48 @@ def launch(processes: int, launcher: str) -> None:
     """
     if processes == 1 or "RANK" in os.environ:
         return
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     if launcher != "torchrun":
         if not Path(launcher).is_file():
             raise RedraftError("The launcher's file is missing.", where="train.launcher in the profile", found=launcher)
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", launcher]
-        command += ["--num_processes", str(processes)]
+        command = ["accelerate.commands.launch", "--config_file", launcher, "--num_processes", str(processes)]
     environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_SECONDS), "OMP_NUM_THREADS": "1", **os.environ}
-    with listening():
-        child = subprocess.Popen([*command, *sys.argv], env=environment)
+    children: list[subprocess.Popen[bytes]] = []
+    told: list[int] = []
 
-        def pass_on(number: int, frame: FrameType | None) -> None:
-            _told.append(number)
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        for child in children:
             child.send_signal(number)
 
-        signal.signal(signal.SIGTERM, pass_on)
-        code = child.wait()
-        sys.exit(128 + signal.SIGTERM if _told else code)
+    for stop in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(stop) is not signal.SIG_IGN:
+            signal.signal(stop, pass_on)
+    # in a session of its own: of a signal to the whole group it would hear twice, and end before the state is saved
+    command = [sys.executable, "-m", "redraft.frame.launch", *command, *sys.argv]
+    child = subprocess.Popen(command, env=environment, start_new_session=True)
+    children.append(child)
+    for number in told:
+        child.send_signal(number)
+    code = child.wait()
+    sys.exit(128 + told[0] if told else code)
+
+
+def _run_launcher(module: str, *arguments: str) -> None:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:  # it could tell nothing
+            name = signal.Signals(-failure.exitcode).name
+            sys.exit(f"rank {rank} was ended by {name}; SIGKILL comes from the kernel when memory runs out")
+        sys.exit(1)
 
 
 @contextmanager
@@ -65,9 +98,14 @@ def listening() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(signal.SIGTERM) in (note, signal.SIG_DFL):  # else it was told to be deaf
+            signal.signal(signal.SIGTERM, before)
 
 
 def asked_to_stop() -> int:
     """1 if SIGTERM came."""
     return int(bool(_told))
+
+
+if __name__ == "__main__":
+    _run_launcher(*sys.argv[1:])

@@ -3,7 +3,8 @@
 import bisect
 import itertools
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ class Document:
     shard: int
     start: int
     end: int
+    sample: str = ""
+    """Id of its sample in the corpus."""
 
 
 class HiddenStates:
@@ -57,8 +60,8 @@ class HiddenStates:
             check_present(path, entry["bytes"])
             self._files.append(safe_open(path, "pt").__enter__())
             offsets = self._files[-1].get_tensor("offsets").tolist()
-            pairs = itertools.pairwise(offsets)
-            self.documents += [Document(number, start, end) for start, end in pairs]
+            places = zip(itertools.pairwise(offsets), entry["samples"], strict=True)
+            self.documents += [Document(number, start, end, sample) for (start, end), sample in places]
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -72,11 +75,11 @@ class HiddenStates:
         """Tokens of a document."""
         return self.documents[index].end - self.documents[index].start
 
-    def read(self, index: int) -> dict[str, Tensor]:
-        """The per-token tensors of a document."""
+    def read(self, index: int, names: Iterable[str] = PER_TOKEN) -> dict[str, Tensor]:
+        """The per-token tensors of a document, or those of `names`."""
         document = self.documents[index]
         file = self._files[document.shard]
-        return {name: file.get_slice(name)[document.start : document.end] for name in PER_TOKEN}
+        return {name: file.get_slice(name)[document.start : document.end] for name in names}
 
 
 def pack(lengths: list[int], row_tokens: int) -> list[list[int]]:
@@ -104,12 +107,52 @@ def pack(lengths: list[int], row_tokens: int) -> list[list[int]]:
     return rows
 
 
-class PackedRows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Rows of packed documents.
+@dataclass
+class Batch:
+    """B rows of S tokens, each of packed documents one after another; zeros where no document is."""
 
-    An item holds the per-token tensors, each [S, ...] padded with zeros to `row_tokens`, `documents` int64 [S]
-    (1, 2, ... by document, 0 for padding) and `positions` int64 [S] (from 0 in each document).
-    """
+    input_ids: Tensor
+    """int [B, S]."""
+    loss_mask: Tensor
+    """[B, S], nonzero at answer tokens."""
+    aux: Tensor
+    """[B, S, 3H], inputs of the aux layers, low to high."""
+    final: Tensor
+    """[B, S, H], after the target's final norm."""
+    greedy: Tensor
+    """int [B, S], the target's argmax for the next token."""
+    documents: Tensor
+    """int64 [B, S], 1, 2, ... by document of the row, 0 for padding."""
+    positions: Tensor
+    """int64 [B, S], from 0 in each document."""
+
+    @classmethod
+    def row(cls, documents: Sequence[dict[str, Tensor]], row_tokens: int = 0) -> "Batch":
+        """One row of `documents`, each the per-token tensors of `HiddenStates.read`, padded to `row_tokens`."""
+        lengths = [len(document["input_ids"]) for document in documents]
+        counted = [
+            {"documents": torch.full((length,), number), "positions": torch.arange(length)}
+            for number, length in enumerate(lengths, 1)
+        ]
+        row = {name: torch.cat([each[name] for each in documents]) for name in documents[0]}
+        device = row["input_ids"].device
+        row |= {name: torch.cat([each[name] for each in counted]).to(device) for name in counted[0]}
+        pad = max(0, row_tokens - sum(lengths))
+        return cls(**{name: torch.cat([t, t.new_zeros(pad, *t.shape[1:])])[None] for name, t in row.items()})
+
+    @classmethod
+    def stack(cls, rows: Sequence["Batch"]) -> "Batch":
+        """Batches of equal S one below the other."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: torch.cat([getattr(row, name) for row in rows]) for name in names})
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same on `device`."""
+        return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()})
+
+
+class PackedRows:
+    """Rows of packed documents; an item is a `Batch` of one row of `row_tokens` tokens."""
 
     def __init__(self, states: HiddenStates, row_tokens: int) -> None:
         self.states = states
@@ -123,19 +166,13 @@ class PackedRows(torch.utils.data.Dataset[dict[str, Tensor]]):
         """Tokens of a row that are not padding."""
         return sum(map(self.states.length, self.rows[index]))
 
-    def empty(self) -> dict[str, Tensor]:
-        """A row of padding alone."""
-        return {name: torch.zeros_like(tensor) for name, tensor in self[0].items()}
+    def samples(self, index: int) -> list[str]:
+        """Ids of the samples in a row."""
+        return [self.states.documents[document].sample for document in self.rows[index]]
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        parts = [self.states.read(document) for document in self.rows[index]]
-        lengths = [len(part["input_ids"]) for part in parts]
-        pad = self.row_tokens - sum(lengths)
-        row = {}
-        for name in PER_TOKEN:
-            joined = torch.cat([part[name] for part in parts])
-            row[name] = torch.cat([joined, joined.new_zeros(pad, *joined.shape[1:])])
-        numbers = [torch.full((length,), number) for number, length in enumerate(lengths, 1)]
-        row["documents"] = torch.cat([*numbers, torch.zeros(pad, dtype=torch.int64)])
-        row["positions"] = torch.cat([*map(torch.arange, lengths), torch.zeros(pad, dtype=torch.int64)])
-        return row
+    def empty(self) -> Batch:
+        """A row of padding alone."""
+        return Batch(**{name: torch.zeros_like(tensor) for name, tensor in vars(self[0]).items()})
+
+    def __getitem__(self, index: int) -> Batch:
+        return Batch.row([self.states.read(document) for document in self.rows[index]], self.row_tokens)

@@ -12,8 +12,9 @@ from torch import Tensor
 from redraft.drafter.checkpoint import Checkpoint
 from redraft.drafter.model import Drafter, DrafterConfig
 from redraft.frame.progress import progress
+from redraft.hidden.rows import Batch
 from redraft.target.model import Target
-from redraft.train.step import StepOutput, ttt_step
+from redraft.train.step import greedy_tokens, ttt_step
 from redraft.train.walk import walk
 from redraft.vocab.mapping import Mapping
 
@@ -57,15 +58,25 @@ class Replay:
         depth = len(self.target.decoder.layers)
         near = {layer + by for layer in self.target.aux_layers for by in (-1, 0, 1)}
         self._layers = sorted(layer for layer in near if 0 <= layer < depth)
-        self._states = [self._run(ids) for ids, _ in progress(self.documents, "replay", "prompt")]
+        self._slots = torch.from_numpy(self.draft.mapping.ids).to(self.target.head.device)
+        self._states = [self._run(*document) for document in progress(self.documents, "replay", "prompt")]
 
     @torch.inference_mode()
-    def _run(self, ids: list[int]) -> tuple[dict[int, Tensor], Tensor]:
-        """Inputs of layers by number, and the normed final state, [1, S, H] each."""
+    def _run(self, ids: list[int], prompt: int) -> tuple[dict[int, Tensor], Batch]:
+        """Inputs of layers by number, [1, S, H] each, and the document with those of the aux layers."""
+        tokens = torch.tensor(ids, device=self.target.head.device)
         with self.target.capture(self._layers) as captured:
-            tokens = torch.tensor([ids], device=self.target.head.device)
-            final = self.target.decoder(input_ids=tokens, use_cache=False).last_hidden_state
-        return captured.inputs, final
+            final = self.target.decoder(input_ids=tokens[None], use_cache=False).last_hidden_state
+        inputs = captured.inputs
+        mask = (torch.arange(len(ids), device=tokens.device) >= prompt).long()
+        document = {"input_ids": tokens, "loss_mask": mask, "aux": self._aux(inputs, self.target.aux_layers)[0]}
+        document |= {"final": final[0], "greedy": greedy_tokens(final[0], self.target.head)}
+        return inputs, Batch.row([document])
+
+    @staticmethod
+    def _aux(inputs: dict[int, Tensor], layers: Sequence[int]) -> Tensor:
+        """[1, S, 3H]."""
+        return torch.cat([inputs[layer] for layer in layers], dim=-1)
 
     def counts(
         self,
@@ -82,33 +93,21 @@ class Replay:
             ids: int64 [N], the token that each slot is taken for.
             shift: positions by which the drafter's tokens come late (1) or early (-1).
         """
-        rows = []
-        for (known, prompt), (inputs, final) in zip(self.documents, self._states, strict=True):
-            aux = torch.cat([inputs[layer] for layer in layers or self.target.aux_layers], dim=-1)
-            rows.append(self._walk(known, prompt, aux, final, drafter or self.draft.drafter, ids, shift))
+        given = drafter or self.draft.drafter
+        rows = [
+            self._walk(batch, self._aux(inputs, layers or self.target.aux_layers), given, ids, shift)
+            for inputs, batch in self._states
+        ]
         return np.array(rows, dtype=np.int64)
 
     @torch.inference_mode()
-    def _walk(
-        self,
-        known: list[int],
-        prompt: int,
-        aux: Tensor,
-        final: Tensor,
-        drafter: Drafter,
-        ids: np.ndarray | None,
-        shift: int,
-    ) -> list[int]:
-        tokens = torch.tensor([known], device=aux.device)
-        mask = torch.ones_like(tokens)
-        mask[:, :prompt] = 0
-        output: StepOutput = ttt_step(
-            drafter, torch.from_numpy(self.draft.mapping.ids).to(aux.device), tokens.roll(shift, 1), mask, aux, final,
-            self.target.embed, self.target.head, self.spec_steps,
-        )  # fmt: skip
+    def _walk(self, batch: Batch, aux: Tensor, drafter: Drafter, ids: np.ndarray | None, shift: int) -> list[int]:
+        read = replace(batch, aux=aux, input_ids=batch.input_ids.roll(shift, 1))
+        head = self.target.head[self._slots]
+        output = ttt_step(drafter, self._slots, self.target.embed, head, read, self.spec_steps)
         if ids is not None:
             output = replace(output, drafted=torch.from_numpy(ids).to(aux.device)[output.logits.argmax(-1)])
-        return walk(output, tokens, mask, torch.ones_like(mask)).tolist()
+        return walk(output, batch.input_ids, batch.loss_mask, batch.documents).tolist()
 
     def faults(self, donor: Mapping | None) -> Iterator[tuple[str, Callable[[], Counts]]]:
         """Every known fault of serving, with what it would accept; `donor` is another mapping that may have got in."""

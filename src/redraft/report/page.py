@@ -113,13 +113,16 @@ def _by_source(vocab: Metrics) -> str:
 
 
 def _first_step(params: Params, remap: Metrics) -> str:
+    def shown(value: float | None, form: str) -> str:
+        return "–" if value is None else format(value, form)  # a measure of nothing, the interval of one row
+
     rows = [
         (
             f"`{option}`",
-            f"{row['loss']:.3f} ± {row['loss_interval']:.3f}",
-            f"{row['accuracy']:.1%} ± {row['accuracy_interval']:.1%}",
-            f"{row['joint']:.1%}",
-            f"{row['ceiling']:.1%}",
+            f"{shown(row['loss'], '.3f')} ± {shown(row['loss_interval'], '.3f')}",
+            f"{shown(row['accuracy'], '.1%')} ± {shown(row['accuracy_interval'], '.1%')}",
+            shown(row["joint"], ".1%"),
+            shown(row["ceiling"], ".1%"),
         )
         for option, row in remap["first_step"].items()
     ]

@@ -1,43 +1,57 @@
 """Attention of the unrolled draft steps: causal over step-0 keys, own position over the keys of later steps."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+@cache
+def _fused() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The CPU kernel that tells its log-sum-exp, and its backward; None in a torch without these private operators."""
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    forward, backward = (getattr(torch.ops.aten, each, None) for each in (name, f"{name}_backward"))
+    return (forward, backward) if forward and backward else None
 
 
 class TTTAttention:
     """Lays flat tokens and queries out by row, so that one fused kernel sees [B, heads, queries, keys].
 
     No score is kept. A query sees the step-0 keys of its document up to its own position, and of every later step the
-    key of its own position alone.
+    key of its own position alone. Q is the largest number of queries in a row.
     """
 
-    def __init__(self, documents: Tensor, tokens: Tensor, rows: Tensor) -> None:
+    visible: Tensor
+    """bool [B, 1, Q, S], the step-0 keys that a query sees."""
+    own: Tensor
+    """bool [B, 1, Q, Q], the keys of a later step that a query sees: its own."""
+    bias: Tensor
+    """[B, 1, Q, S] in the dtype of the queries, 0 where `visible`, else -inf; made at the first call, on a CPU."""
+
+    def __init__(self, documents: Tensor, tokens: Tensor, asked: Tensor) -> None:
         """Lay out a batch.
 
         Args:
             documents: int64 [B, S], document of each position.
-            tokens: int64 [T], flat positions b * S + s whose keys there are.
-            rows: int64 [P], flat positions that ask, ascending.
+            tokens: int64 [T], positions whose keys there are, flat: b * S + s.
+            asked: int64 [P], positions that ask, flat, ascending.
         """
         batch, size = documents.shape
         self.batch, self.size, self.tokens = batch, size, tokens
-        row = rows // size
+        row = asked // size
         counts = torch.bincount(row, minlength=batch)
         self.width = max(1, int(counts.max()))  # a batch may be all padding
-        self.places = row * self.width + torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[row]
-        asked = rows.new_zeros(batch * self.width)
-        asked[self.places] = rows % size
-        asked = asked.view(batch, self.width, 1)
-        columns = torch.arange(size, device=rows.device)
-        same = documents.gather(1, asked[:, :, 0])[:, :, None] == documents[:, None]
-        self.visible = (same & (columns <= asked))[:, None]  # [B, 1, queries, S]
-        self.own = torch.eye(self.width, dtype=torch.bool, device=rows.device).expand(batch, 1, -1, -1)
+        order = torch.arange(len(asked), device=asked.device)
+        self.places = row * self.width + order - (counts.cumsum(0) - counts)[row]
+        column = asked.new_zeros(batch * self.width)
+        column[self.places] = asked % size
+        column = column.view(batch, self.width, 1)
+        same = documents.gather(1, column[:, :, 0])[:, :, None] == documents[:, None]
+        self.visible = (same & (torch.arange(size, device=asked.device) <= column))[:, None]
+        self.own = torch.eye(self.width, dtype=torch.bool, device=asked.device).expand(batch, 1, -1, -1)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -54,7 +68,7 @@ class TTTAttention:
         for kept, new in ((self.keys, key), (self.values, value)):
             kept.append(self._lay(new, places, width).repeat_interleave(groups, 1))
         laid = self._lay(query, self.places, self.width)
-        attended = self._split(laid) if laid.device.type == "cpu" else self._joined(laid)
+        attended = self._split(laid) if laid.device.type == "cpu" and _fused() else self._joined(laid)
         return attended.transpose(1, 2).flatten(0, 1)[self.places].transpose(0, 1)[None]
 
     def _joined(self, query: Tensor) -> Tensor:
@@ -82,7 +96,9 @@ class _SplitAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *own: Tensor) -> Tensor:
         count, scale = len(own) // 2, query.shape[-1] ** -0.5
         keys, values = own[:count], own[count:]
-        result, total = _flash(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
+        kernel = _fused()
+        assert kernel
+        result, total = kernel[0](query, key, value, 0.0, False, attn_mask=bias, scale=scale)
         shares: list[Tensor] = []
         if count:
             scores = [(query.float() * own_key.float()).sum(-1) * scale for own_key in keys]
@@ -100,7 +116,9 @@ class _SplitAttention(torch.autograd.Function):
         query, key, value, bias, result, total, *rest = ctx.saved_tensors
         count, scale = len(rest) // 3, query.shape[-1] ** -0.5
         keys, values, shares = rest[:count], rest[count : 2 * count], rest[2 * count :]
-        for_query, for_key, for_value = _flash_backward(
+        kernel = _fused()
+        assert kernel
+        for_query, for_key, for_value = kernel[1](
             gradient, query, key, value, result, total, 0.0, False, attn_mask=bias, scale=scale
         )
         along = (gradient.float() * result.float()).sum(-1)

@@ -7,9 +7,10 @@ undone, and the one that makes the numbers sane is named.
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +19,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from redraft.drafter.checkpoint import Checkpoint
+from redraft.drafter.model import Drafter
 from redraft.frame.device import compute_device
 from redraft.frame.errors import RedraftError
 from redraft.frame.store import store_root
+from redraft.hidden.rows import Batch
 from redraft.hidden.shards import check_present
 from redraft.target.ends import Ends
-from redraft.train.step import ttt_step
+from redraft.train.measure import Heldout, Tally
+from redraft.train.step import greedy_tokens, ttt_step
 from redraft.vocab.mapping import Mapping
 
 LEAST_GAIN = 2.0
@@ -36,11 +40,15 @@ NORM_EPS = 1e-6
 
 @dataclass
 class Measured:
-    """First draft step on the diagnostic shard."""
+    """First draft step on the diagnostic shard; None is what nothing was measured of."""
 
-    loss: float
+    loss: float | None
     """Nats per position that contributes loss."""
-    accuracy: float
+    accuracy: float | None
+
+    def __str__(self) -> str:
+        loss = "undefined" if self.loss is None else f"{self.loss:.3f}"
+        return f"loss {loss}, accuracy " + ("undefined" if self.accuracy is None else f"{self.accuracy:.4f}")
 
 
 def read_diagnostic(manifest: Path) -> dict[str, Tensor]:
@@ -55,7 +63,7 @@ def read_diagnostic(manifest: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def suspicion(start: dict[str, Any], slots: int, init: str, donor_accuracy: float | None) -> str | None:
+def suspicion(start: Heldout, slots: int, init: str, donor_accuracy: float | None) -> str | None:
     """What cannot be right in the measurement before the first step, if anything.
 
     Args:
@@ -64,67 +72,76 @@ def suspicion(start: dict[str, Any], slots: int, init: str, donor_accuracy: floa
         init: what training starts from; a random drafter may be 1 nat worse than uniform.
         donor_accuracy: of the donor under its own mapping on the same positions, if that is known.
     """
+    loss, accuracy = start.loss[0], start.accuracy[0]
+    if loss is None or accuracy is None:
+        return (
+            "no held-out position's next token has a slot (ceiling 0): there is nothing to learn, no draft can be right"
+        )
     limit = math.log(slots) + (1.0 if init == "scratch" else 0.0)
-    if not start["loss_0"] <= limit:  # NaN too
+    if not loss <= limit:  # NaN too
         plus = " + 1" if init == "scratch" else ""
-        return f"loss {start['loss_0']:.3f} is above ln N{plus} = {limit:.3f}: worse than knowing nothing"
+        return f"loss {loss:.3f} is above ln N{plus} = {limit:.3f}: worse than knowing nothing"
     chance = 3 / slots
-    if init != "scratch" and start["accuracy_0"] <= chance and donor_accuracy is not None and donor_accuracy > chance:
-        return f"accuracy {start['accuracy_0']:.4f} is at chance, although the donor's is {donor_accuracy:.4f}"
+    if init != "scratch" and accuracy <= chance and donor_accuracy is not None and donor_accuracy > chance:
+        return f"accuracy {accuracy:.4f} is at chance, although the donor's is {donor_accuracy:.4f}"
     return None
 
 
-def measure(checkpoint: Checkpoint, ids: np.ndarray, embed: Tensor, head: Tensor, row: dict[str, Tensor]) -> Measured:
-    """The first draft step of `checkpoint` with slots that stand for `ids`.
+def measure(drafter: Drafter, ids: np.ndarray, embed: Tensor, head: Tensor, batch: Batch) -> Measured:
+    """The first draft step of `drafter` with slots that stand for `ids`; all tensors on one device.
 
     Args:
-        checkpoint: its weights are used, its mapping is not.
+        drafter: fp32.
         ids: int64 [N].
         embed: [V, H].
         head: [V, H].
-        row: one row of documents: `input_ids`, `loss_mask`, `documents`, `positions` [1, T], `aux_hidden` [1, T, 3H],
-            `target_hidden` [1, T, H].
+        batch: one row of documents, `aux` and `final` in fp32.
     """
-    device = compute_device()
-    drafter = checkpoint.drafter.to(device)
-    given: dict[str, Any] = {name: tensor.to(device) for name, tensor in row.items()}
-    for name in ("aux_hidden", "target_hidden"):
-        given[name] = given[name].float()
-    places = torch.from_numpy(ids).to(device)
+    places = torch.from_numpy(ids).to(head.device)
+    tally = Tally()
     with torch.no_grad():
-        output = ttt_step(
-            drafter, places, **given, embed=embed.float().to(device), head=head.float().to(device), steps=1
-        )
-    counted, trained = output.counted[0], output.contributing()[0]
-    loss = output.losses[0][trained].sum() / trained.sum().clamp(min=1)
-    right = (output.correct[0] & counted).sum() / counted.sum().clamp(min=1)
-    return Measured(round(float(loss), 4), round(float(right), 4))
+        tally.add(ttt_step(drafter, places, embed, head[places].float(), batch, steps=1))
+    return Measured(tally.loss[0], tally.accuracy[0])
+
+
+def _documents(shard: dict[str, Tensor], ends: Ends) -> Batch:
+    """The diagnostic shard as one row, its states in fp32; `aux` holds one zero a token until it is chosen."""
+    final = shard["final"].float()
+    tensors = {
+        "input_ids": shard["input_ids"],
+        "loss_mask": shard["loss_mask"],
+        "aux": final.new_zeros(len(final), 1),
+        "final": final,
+        "greedy": greedy_tokens(final, ends.head.float()),
+    }
+    bounds = shard["offsets"].tolist()
+    return Batch.row([{name: t[start:end] for name, t in tensors.items()} for start, end in pairwise(bounds)])
 
 
 def alternatives(
     checkpoint: Checkpoint, donor: Mapping, ends: Ends, shard: dict[str, Tensor], aux_layers: tuple[int, ...]
 ) -> Iterator[tuple[str, Measured]]:
-    """Measure the diagnostic shard as it is (`as it is`), then with each known fault undone."""
-    lengths = shard["offsets"].diff()
-    numbers = torch.arange(1, len(lengths) + 1).repeat_interleave(lengths)[None]
-    places = torch.cat([torch.arange(int(length)) for length in lengths])[None]
+    """Measure the diagnostic shard as it is (`as it is`), then with each known fault undone.
+
+    The checkpoint's own drafter stays where it is: on a GPU a copy is measured, and gone afterwards.
+    """
+    device = compute_device()
+    drafter = checkpoint.drafter if device.type == "cpu" else deepcopy(checkpoint.drafter).to(device)
     ids, slots = checkpoint.mapping.ids, np.arange(len(checkpoint.mapping))
+    embed, head = ends.embed.to(device), ends.head.to(device)
 
     def layers(moves: tuple[int, ...]) -> Tensor | None:
+        """fp32 [1, T, 3H], inputs of the aux layers moved by `moves`; None where such a layer was not kept."""
         names = [f"layer_{layer + move}" for layer, move in zip(aux_layers, moves, strict=True)]
-        return torch.cat([shard[name] for name in names], 1)[None] if all(name in shard for name in names) else None
+        found = all(name in shard for name in names)
+        return torch.cat([shard[name] for name in names], 1)[None].float().to(device) if found else None
 
-    row: dict[str, Any] = {
-        "input_ids": shard["input_ids"][None],
-        "loss_mask": shard["loss_mask"][None],
-        "documents": numbers,
-        "positions": places,
-        "aux_hidden": layers((0,) * len(aux_layers)),
-        "target_hidden": shard["final"][None],
-    }
+    right = layers((0,) * len(aux_layers))
+    assert right is not None
+    batch = replace(_documents(shard, ends).to(device), aux=right)
 
-    def tried(ids: np.ndarray = ids, embed: Tensor = ends.embed, **changes: Tensor) -> Measured:
-        return measure(checkpoint, ids, embed, ends.head, {**row, **changes})
+    def tried(ids: np.ndarray = ids, embed: Tensor = embed, **changes: Tensor) -> Measured:
+        return measure(drafter, ids, embed, head, replace(batch, **changes))
 
     yield "as it is", tried()
     readings = {
@@ -142,24 +159,26 @@ def alternatives(
         moves = {f"aux layer {layer} was captured one too {word}": move for layer, move in alone.items()}
         for name, move in {**moves, f"every aux layer was captured one too {word}": (by,) * count}.items():
             if (states := layers(move)) is not None:
-                yield name, tried(aux_hidden=states)
+                yield name, tried(aux=states)
     for by, word in ((-1, "late"), (1, "early")):
-        yield f"tokens come one position too {word}", tried(input_ids=shard["input_ids"].roll(by)[None])
-    normed = F.rms_norm(shard["final"].float(), ends.norm.shape, ends.norm.float(), NORM_EPS)
-    yield "the final state was taken before its norm", tried(target_hidden=normed[None])
+        yield f"tokens come one position too {word}", tried(input_ids=batch.input_ids.roll(by, 1))
+    normed = F.rms_norm(batch.final, ends.norm.shape, ends.norm.float().to(device), NORM_EPS)
+    best = greedy_tokens(normed, head.float())
+    yield "the final state was taken before its norm", tried(final=normed, greedy=best)
     if not torch.equal(ends.embed[:8], ends.head[:8]):
-        yield "the head was given as the embedding", tried(embed=ends.head)
+        yield "the head was given as the embedding", tried(embed=head)
 
 
 def diagnose(found: dict[str, Measured]) -> str | None:
     """The alternative that explains the fault: the best accuracy, at least `LEAST_GAIN` times as good, at less loss."""
-    now = found["as it is"]
-    name, best = max(found.items(), key=lambda item: (item[1].accuracy, -item[1].loss))
-    return name if best.accuracy > LEAST_GAIN * now.accuracy and best.loss < now.loss else None
+    known = {name: (each.accuracy or 0.0, math.inf if each.loss is None else each.loss) for name, each in found.items()}
+    name, best = max(known.items(), key=lambda item: (item[1][0], -item[1][1]))
+    accuracy, loss = known["as it is"]
+    return name if best[0] > LEAST_GAIN * accuracy and best[1] < loss else None
 
 
 def check(
-    start: dict[str, Any],
+    start: Heldout,
     checkpoint: Checkpoint,
     policy: str,
     donor_accuracy: float | None,
@@ -183,7 +202,7 @@ def check(
         return
     found = measured()
     cause = diagnose(found)
-    table = "; ".join(f"{name}: loss {each.loss:.3f}, accuracy {each.accuracy:.4f}" for name, each in found.items())
+    table = "; ".join(f"{name}: {each}" for name, each in found.items())
     error = RedraftError(
         "The numbers before the first step cannot be right.",
         where=f"held-out documents, init: {init}",

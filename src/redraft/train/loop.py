@@ -3,36 +3,25 @@
 import contextlib
 import math
 import time
-import warnings
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import set_seed
-from torch import Tensor, nn
-
-from redraft.drafter import model as drafter_model
 from redraft.drafter.checkpoint import Checkpoint
-from redraft.frame.device import compute_device, resolve
+from redraft.frame.device import resolve
 from redraft.frame.errors import RedraftError
-from redraft.frame.launch import asked_to_stop, listening
+from redraft.frame.launch import listening
 from redraft.frame.profile import FitParams
 from redraft.frame.progress import counter
-from redraft.hidden.rows import HiddenStates, PackedRows
+from redraft.hidden.rows import Batch, HiddenStates, PackedRows
 from redraft.target.ends import Ends
-from redraft.train import attention, batches, measure
-from redraft.train import step as train_step
-from redraft.train.batches import Batch, Batches, ahead
-from redraft.train.laps import Laps
-from redraft.train.measure import Tally, evaluate, joint_acceptance
-from redraft.train.state import Progress, State, Weights, load, weights_hash
-from redraft.train.step import TTTModule
+from redraft.train.batches import Batches, ahead, require_share
+from redraft.train.measure import Heldout, Tally, as_written, evaluate
+from redraft.train.processes import Together, begin, explained
+from redraft.train.state import Progress, State, Weights, check_whole, identity, load
+from redraft.train.update import Update
 
 CURVE_POINTS = 60
+SHOWN_SAMPLES = 8
 Row = dict[str, float]
 
 
@@ -40,9 +29,9 @@ Row = dict[str, float]
 class Fitted:
     """What a training left behind."""
 
-    heldout: dict[str, Any]
-    """`evaluate` on held-out documents, of the weights that were kept."""
-    start: dict[str, Any]
+    heldout: Heldout
+    """On held-out documents, of the weights that were kept, rounded as they are written."""
+    start: Heldout
     """The same before training."""
     steps: int
     """Optimizer steps done."""
@@ -81,7 +70,7 @@ def fit(
     processes: int = 1,
     title: str = "train",
     resume: str = "auto",
-    gate: Callable[[dict[str, Any]], None] = lambda start: None,
+    gate: Callable[[Heldout], None] = lambda start: None,
     log: Callable[[str, Row], None] = lambda curve, row: None,
 ) -> Fitted:
     """Train `checkpoint.drafter` in place; the weights with the best joint acceptance on held-out documents stay.
@@ -99,198 +88,112 @@ def fit(
         log: told of every row of the curves as it comes, on the main process.
 
     Raises:
-        RedraftError: another world size than asked, no supervised position, or what `gate` raises.
+        RedraftError: another world size than asked, no supervised position, numbers that are none, a state that is
+            damaged or cannot be saved, or what `gate` raises; told by one process, the others raise SystemExit.
         SystemExit: 143 after SIGTERM, with the state saved.
     """
-    accelerator = _accelerator(params, processes)
-    state = State(title, _identity(accelerator, checkpoint, train, params))
-    with state.alone(accelerator.is_main_process), listening():
-        run = _Run.prepare(accelerator, checkpoint, ends, train, heldout, params, state, resume)
+    accelerator = begin(params.seed, processes)
+    state = State(title, identity(accelerator, checkpoint, train, params))
+    together = Together(accelerator, state.folder)
+    with contextlib.ExitStack() as held:
+        with together.agreed():
+            require_share(params, processes)
+            if together.main:
+                held.enter_context(state.alone())
+                together.clear()
+        held.enter_context(together.ending())
+        held.enter_context(explained())
+        held.enter_context(listening())
+        update = Update.prepare(accelerator, checkpoint, ends, params)
+        rows, measured = (PackedRows(states, params.row_tokens) for states in (train, heldout))
+        dealt = Batches(rows, params, accelerator.process_index, accelerator.num_processes)
+        run = _Run(together, update, dealt, measured, params, state)
+        run.take_up(resume)
         run.begin(gate, log)
         run.train(title, log)
-    progress = run.progress
-    start = progress.evaluations[0]
-    if run.best is not None and accelerator.is_main_process:
+    if run.best is not None and together.main:
         checkpoint.drafter.load_state_dict(run.best)
-    chosen = progress.evaluations[progress.best]
-    return Fitted(
-        heldout={name: value for name, value in chosen.items() if name != "step"},
-        start={name: value for name, value in start.items() if name != "step"},
-        steps=progress.step,
-        kept=chosen["step"],
-        tokens=progress.tokens,
-        seconds=progress.seconds,
-        curve=progress.curve,
-        evaluations=list(map(heldout_row, progress.evaluations)),
-        parts=run.laps.medians(),
-        precision=resolve(params.precision),
-        state=state,
-    )
-
-
-def heldout_row(measured: dict[str, Any]) -> Row:
-    """One row of the held-out curve."""
-    row = {"step": measured["step"], "loss": measured["loss_0"], "accuracy": measured["accuracy_0"]}
-    return {**row, "joint": joint_acceptance(measured), "accept_length": measured.get("accept_length", 1.0)}
-
-
-def _accelerator(params: FitParams, processes: int) -> Accelerator:
-    set_seed(params.seed)
-    warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")  # Accelerate knows no other name for it yet
-    accelerator = Accelerator(
-        mixed_precision="no",  # see TTTModule.forward
-        cpu=compute_device().type == "cpu",
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],  # the embedding: 4.7 GB a step
-    )
-    if accelerator.num_processes != processes:
-        raise RedraftError(
-            "The run has another number of processes than the profile asks for.",
-            where="train.processes in the profile",
-            expected=processes,
-            found=accelerator.num_processes,
-            cause="on a CPU `accelerate launch` starts one process: use torchrun",
-        )
-    return accelerator
-
-
-def _identity(
-    accelerator: Accelerator, checkpoint: Checkpoint, train: HiddenStates, params: FitParams
-) -> dict[str, Any]:
-    """Everything that decides the weights: two trainings that agree in it may share a state."""
-    decisive = params.model_dump(exclude={"save_steps"})
-    code = [Path(str(module.__file__)) for module in (attention, batches, measure, train_step, drafter_model)] + [
-        Path(__file__)
-    ]
-    return {
-        "params": {**decisive, "precision": resolve(params.precision)},
-        "mapping": checkpoint.mapping.hash,
-        "initial": weights_hash(checkpoint.drafter.state_dict()),
-        "hidden": train.manifest["fingerprint"],
-        "processes": accelerator.num_processes,
-        "distributed": str(accelerator.distributed_type.value),
-        "device": accelerator.device.type,
-        "torch": torch.__version__,
-        "code": weights_hash(
-            {path.name: torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8) for path in code}
-        ),
-    }
-
-
-def _require_finite(row: Row) -> None:
-    if not math.isfinite(row["loss"]):
-        raise RedraftError(
-            "The loss is not a number any more.",
-            where=f"optimizer step {row['step']:,.0f}",
-            found=row["loss"],
-            cause="the learning rate is too high",
-            fix="a smaller lr, or a longer warmup",
-        )
+    return run.fitted()
 
 
 @dataclass
 class _Run:
     """One training on one process."""
 
-    accelerator: Accelerator
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
+    together: Together
+    update: Update
     batches: Batches
     heldout: PackedRows
     params: FitParams
     state: State
-    progress: Progress
-    best: Weights | None
-    """None: the initial ones."""
-    anchors: list[Tensor]
-    """The initial weights, if there is a pull to them."""
-    laps: Laps = field(default_factory=Laps)
+    progress: Progress = field(default_factory=Progress)
+    best: Weights | None = None
+    """As they are written, rounded to bf16; None: the initial ones."""
 
-    @classmethod
-    def prepare(
-        cls,
-        accelerator: Accelerator,
-        checkpoint: Checkpoint,
-        ends: Ends,
-        train: HiddenStates,
-        heldout: HiddenStates,
-        params: FitParams,
-        state: State,
-        resume: str,
-    ) -> "_Run":
-        for name in params.loss.freeze:
-            checkpoint.drafter.get_submodule(name).requires_grad_(False)
-        # the state dict that is loaded at the end is the checkpoint's own; FSDP shards the copy
-        drafter = deepcopy(checkpoint.drafter)
-        precision = resolve(params.precision)
-        module = TTTModule(drafter, checkpoint.mapping, ends.embed.float(), ends.head, params.ttt_steps, precision)
-        module.to(accelerator.device)
-        trained = [weight for weight in module.parameters() if weight.requires_grad]
-        fused = accelerator.device.type in ("cpu", "cuda")
-        optimizer = torch.optim.AdamW(trained, lr=params.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
-        wrapped, optimizer = accelerator.prepare(module, optimizer)
-        anchors = [w.detach().clone() for w in wrapped.parameters() if w.requires_grad] if params.loss.l2 else []
-        rows = PackedRows(train, params.row_tokens)
-        dealt = Batches(rows, params, accelerator.process_index, accelerator.num_processes)
-        found, why = state.find(resume)
-        if why:
-            accelerator.print(f"{state.title}: {why}")
-        progress, best = load(found) if found else (Progress(), None)
-        if found:
-            accelerator.load_state(str(found))
-            accelerator.print(f"{state.title}: goes on after step {progress.step:,} of {dealt.total:,}")
-        return cls(
-            accelerator,
-            wrapped,
-            optimizer,
-            dealt,
-            PackedRows(heldout, params.row_tokens),
-            params,
-            state,
-            progress,
-            best,
-            anchors,
+    def fitted(self) -> Fitted:
+        """What is left behind."""
+        progress = self.progress
+        return Fitted(
+            heldout=progress.kept,
+            start=progress.evaluations[0],
+            steps=progress.step,
+            kept=progress.kept.step,
+            tokens=progress.tokens,
+            seconds=progress.seconds,
+            curve=progress.curve,
+            evaluations=[measured.row() for measured in progress.evaluations],
+            parts=self.update.laps.medians(),
+            precision=resolve(self.params.precision),
+            state=self.state,
         )
 
-    def begin(self, gate: Callable[[dict[str, Any]], None], log: Callable[[str, Row], None]) -> None:
+    def take_up(self, resume: str) -> None:
+        """Go on from the saved state, if `resume` wants it and there is one."""
+        tell = self.together.accelerator.print
+        with self.together.agreed():
+            found, why = self.state.find(resume)
+            if found and self.together.main:
+                check_whole(found)
+            self.progress, self.best = load(found) if found else (Progress(), None)
+        if why:
+            tell(f"{self.state.title}: {why}")
+        if found:
+            self.together.accelerator.load_state(str(found))
+            tell(f"{self.state.title}: goes on after step {self.progress.step:,} of {self.batches.total:,}")
+
+    def begin(self, gate: Callable[[Heldout], None], log: Callable[[str, Row], None]) -> None:
         """Measure before the first step and ask the gate; or tell of what a resumed training did before."""
-        progress, main = self.progress, self.accelerator.is_main_process
+        progress, main = self.progress, self.together.main
         if progress.evaluations:
-            for curve, rows in (("train", progress.curve), ("heldout", list(map(heldout_row, progress.evaluations)))):
+            for curve, rows in (("train", progress.curve), ("heldout", [each.row() for each in progress.evaluations])):
                 for row in rows if main else ():
                     log(curve, row)
             return
-        start = evaluate(self.module, self.heldout, self.params, self.accelerator)
-        if not start["positions"]:
-            raise RedraftError(
-                "No held-out position can be measured.",
-                where="heldout",
-                cause="answers of fewer than two tokens, or a chat template whose answers are not supervised",
+        with as_written(self.update.module):
+            start = evaluate(self.update.module, self.heldout, self.params, self.together.accelerator)
+        if not start.positions:
+            self.together.stop(
+                RedraftError(
+                    "No held-out position can be measured.",
+                    where="heldout",
+                    cause="answers of fewer than two tokens, or a chat template whose answers are not supervised",
+                )
             )
-        progress.evaluations.append({**start, "step": 0})  # nothing worse than the start is kept
-        self.try_fullest()
-        stopped: RedraftError | None = None
-        if main:
-            try:
+        if not start.finite:
+            self.together.stop(self._diverged(f"held-out losses {start.loss}", 0))
+        progress.evaluations.append(start)  # nothing worse than the start is kept
+        with self.together.agreed():
+            fullest = self.batches.fullest()
+        for numbers in fullest:  # so that memory runs out now rather than in the night
+            self.update.try_out(Batch.stack([self.batches.rows[number] for number in numbers]))
+        with self.together.agreed():
+            if main:
                 gate(start)
-                log("heldout", heldout_row(progress.evaluations[0]))
-            except RedraftError as error:
-                stopped = error
-        if int(self.accelerator.reduce(torch.tensor(int(stopped is not None), device=self.accelerator.device))):
-            raise stopped or SystemExit(1)  # all processes stop, none waits for another
-
-    def try_fullest(self) -> None:
-        """One forward and backward of the fullest rows, so that memory runs out now rather than in the night."""
-        rows = self.batches.rows
-        size = self.params.micro_tokens // self.params.row_tokens
-        fullest = sorted(range(len(rows)), key=lambda number: -rows.filled(number))[:size]
-        batch = torch.utils.data.default_collate([rows[number] for number in fullest])
-        output = self.module(self._here(batch), self.params.loss.mask)
-        self.accelerator.backward(output.losses.sum() * 0.0)
-        self.optimizer.zero_grad()
+                log("heldout", start.row())
 
     def train(self, title: str, log: Callable[[str, Row], None]) -> None:
         """Run the steps that are left."""
-        progress, total, main = self.progress, self.batches.total, self.accelerator.is_main_process
+        progress, total, main = self.progress, self.batches.total, self.together.main
         every = max(1, total // CURVE_POINTS)
         measured = {round(total * (number + 1) / self.params.evals) for number in range(self.params.evals)}
         window = Tally.of(progress.window) if main else Tally()  # saved sums are those of all processes
@@ -302,23 +205,23 @@ class _Run:
             for step in range(progress.step, total) if not self._worn_out() else ():
                 began = time.perf_counter()
                 timed = (step + 1) % every == 0
-                self.laps.begin(timed)
-                rate = self.params.lr * lr_factor(step, total, self.params.warmup)
-                seen, stop = self._step(next(coming), rate, window)
-                self.laps.end()
+                self.update.laps.begin(timed)
+                seen, stop, norm = self.update.gradients(next(coming), window)
+                if not norm.isfinite():
+                    self.together.stop(self._diverged(f"gradient norm {float(norm)}", step + 1))
+                self.update.apply(self._rate(step))
+                self.update.laps.end()
                 progress.step, progress.tokens = step + 1, progress.tokens + seen
                 progress.seconds += time.perf_counter() - began
                 if timed or step + 1 == total:
-                    window.reduce(self.accelerator)
-                    now, window = window.metrics(), Tally()
-                    row = {"step": step + 1, "lr": rate, "loss": now["loss_0"], "accuracy": now["accuracy_0"]}
-                    _require_finite(row)
+                    row, window = self._row(window), Tally()
                     progress.curve.append(row)
                     if main:
                         log("train", row)
-                    accept = progress.evaluations[-1].get("accept_length", 1.0)
-                    figures = {"loss": f"{row['loss']:.3f}", "accuracy": f"{row['accuracy']:.3f}"}
-                    bar.set_postfix({**figures, "accept": f"{accept:.2f}"}, refresh=False)
+                    figures = {"loss": row.get("loss"), "accuracy": row.get("accuracy")}
+                    figures["accept"] = progress.evaluations[-1].accept_length
+                    told = {name: "–" if value is None else f"{value:.3f}" for name, value in figures.items()}
+                    bar.set_postfix(told, refresh=False)
                 bar.update(seen)
                 if step + 1 in measured:
                     self._measure(log)
@@ -331,70 +234,68 @@ class _Run:
                 if worn_out:
                     break
 
-    def _here(self, batch: Batch) -> Batch:
-        return {name: tensor.to(self.accelerator.device, non_blocking=True) for name, tensor in batch.items()}
+    def _rate(self, step: int) -> float:
+        """Learning rate of optimizer step `step`, from 0."""
+        return self.params.lr * lr_factor(step, self.batches.total, self.params.warmup)
 
-    def _step(self, micro: list[Batch], rate: float, window: Tally) -> tuple[int, bool]:
-        """One optimizer step; document tokens that all processes saw, and whether one was told to stop.
+    def _row(self, window: Tally) -> Row:
+        """The curve's row of what all processes saw since the last one, without what is undefined."""
+        window.reduce(self.together.accelerator)
+        step = self.progress.step
+        row = {"step": step, "lr": self._rate(step - 1), "loss": window.loss[0], "accuracy": window.accuracy[0]}
+        return {name: value for name, value in row.items() if value is not None}
 
-        The loss is sum_k step_weight**k * sum of step k / its count, counted over all micro batches of all processes
-        before the first forward; DDP's mean over processes is undone. Accelerate divides by nothing here: it does not
-        know of the accumulation.
-        """
-        loss = self.params.loss
-        inner: TTTModule = self.accelerator.unwrap_model(self.module)
-        micro = [self._here(batch) for batch in micro]
-        counts = torch.stack([inner.contributing(batch, loss.mask, loss.oov) for batch in micro]).sum(0)
-        tokens = torch.stack([(batch["documents"] > 0).sum() for batch in micro]).sum()
-        told = self.accelerator.reduce(torch.cat([counts, tokens[None], tokens.new_tensor([asked_to_stop()])]))
-        counts, seen, stop = told[:-2], int(told[-2]), bool(told[-1])
-        if loss.denominator == "tokens":
-            counts = torch.full_like(counts, self.params.batch_tokens)
-        weights = self.params.step_weight ** torch.arange(self.params.ttt_steps, device=counts.device)
-        scale = self.accelerator.num_processes * weights / counts.clamp(min=1)
-        self.laps("data")
-        for number, batch in enumerate(micro):
-            last = number + 1 == len(micro)
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.module):
-                output = self.module(batch, loss.mask, self.laps)
-                self.accelerator.backward((scale * (output.losses * output.contributing(loss.oov)).sum(1)).sum())
-            window.add(output)
-            del output  # its logits, before the next forward makes as many
-            self.laps("backward")
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        trained = [weight for weight in self.module.parameters() if weight.requires_grad]
-        for weight, anchor in zip(trained, self.anchors, strict=False):
-            assert weight.grad is not None
-            weight.grad.add_(weight.detach() - anchor, alpha=loss.l2)
-        self.accelerator.clip_grad_norm_(trained, self.params.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.laps("optimizer")
-        return seen, stop
+    def _diverged(self, found: str, step: int) -> RedraftError:
+        """The error of numbers that are none any more at optimizer step `step`, from 1; 0 is before the first."""
+        if not step:
+            return RedraftError(
+                "The numbers before the first step are not numbers.",
+                where="held-out documents",
+                expected="finite losses",
+                found=found,
+                cause="weights of the initial drafter, or hidden states, too large to compute with",
+                fix="look at artifacts/initial and artifacts/hidden: the stages that wrote them",
+            )
+        samples = self.batches.samples(step - 1)
+        more = f" and {len(samples) - SHOWN_SAMPLES} more" if len(samples) > SHOWN_SAMPLES else ""
+        return RedraftError(
+            "The training diverged: its numbers are not numbers any more.",
+            where=f"optimizer step {step:,} of {self.batches.total:,}, "
+            f"samples {', '.join(samples[:SHOWN_SAMPLES])}{more}",
+            expected="finite losses, gradients and weights",
+            found=f"{found}, at lr {self._rate(step - 1):g}",
+            cause="the learning rate is too high, or these samples are unlike all others",
+            fix=f"a smaller lr than {self.params.lr:g}, a longer warmup or a smaller clip: it starts anew with these",
+        )
 
     def _measure(self, log: Callable[[str, Row], None]) -> None:
-        progress = self.progress
-        found = evaluate(self.module, self.heldout, self.params, self.accelerator)
-        progress.evaluations.append({**found, "step": progress.step})
-        if self.accelerator.is_main_process:
-            log("heldout", heldout_row(progress.evaluations[-1]))
-        scores = [joint_acceptance(row) for row in progress.evaluations]
-        if scores[-1] > scores[progress.best]:
-            progress.best = len(scores) - 1
-            weights = self.accelerator.get_state_dict(self.module)
-            prefix = "drafter."
-            self.best = {
-                name.removeprefix(prefix): tensor.detach().to("cpu", copy=True).contiguous()
-                for name, tensor in weights.items()
-            }
+        progress, accelerator = self.progress, self.together.accelerator
+        with as_written(self.update.module):
+            found = evaluate(self.update.module, self.heldout, self.params, accelerator)
+            found.step = progress.step
+            if not found.finite:
+                self.together.stop(self._diverged(f"held-out losses {found.loss}", progress.step))
+            progress.evaluations.append(found)
+            if self.together.main:
+                log("heldout", found.row())
+            if found.joint_acceptance > progress.kept.joint_acceptance:
+                progress.best = len(progress.evaluations) - 1
+                prefix = "drafter."
+                self.best = {
+                    name.removeprefix(prefix): tensor.detach().to("cpu", copy=True).contiguous()
+                    for name, tensor in accelerator.get_state_dict(self.update.module).items()
+                }
 
     def _worn_out(self) -> bool:
         """Whether the last `patience` measurements brought nothing better."""
         return len(self.progress.evaluations) - 1 - self.progress.best >= self.params.patience
 
     def _save(self, window: Tally) -> None:
-        accelerator = self.accelerator
+        accelerator, step = self.together.accelerator, self.progress.step
+        fault = self.update.fault(self.batches.read(step - 1)[-1:])
+        with self.together.agreed():  # nothing that a training cannot go on from replaces an older state
+            if fault:
+                raise self._diverged(fault, step)
         everyone = Tally(dict(window.sums))
         everyone.reduce(accelerator)
         self.progress.window = {name: sums.tolist() for name, sums in everyone.sums.items()}
@@ -402,6 +303,6 @@ class _Run:
             self.progress,
             self.best,
             lambda folder: accelerator.save_state(str(folder)),
-            accelerator.is_main_process,
-            accelerator.wait_for_everyone,
+            self.together.main,
+            self.together.agreed,
         )

@@ -1,5 +1,11 @@
-"""Sums over positions, and the measures made of them: the same definitions in remap, train and donor."""
+"""Sums over positions, and the measures made of them: the same definitions in remap, train and donor.
 
+A measure of nothing is None, never 0: no position that counts, or none whose target has a slot.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +16,12 @@ from torch import Tensor, nn
 from redraft.acceptance import Acceptance
 from redraft.frame.device import compute_device
 from redraft.frame.profile import FitParams
-from redraft.hidden.rows import PackedRows
+from redraft.hidden.rows import Batch, PackedRows
 from redraft.train.batches import deal
 from redraft.train.step import StepOutput
 from redraft.train.walk import walk
+
+Measure = float | None
 
 
 @dataclass
@@ -52,76 +60,175 @@ class Tally:
         total = accelerator.reduce(torch.stack([self.sums[name] for name in names]))
         self.sums = dict(zip(names, total, strict=True))
 
-    def metrics(self) -> dict[str, Any]:
-        """Per step k, with `_k` appended, and `positions`.
+    @property
+    def positions(self) -> int:
+        """Positions that count at the first step."""
+        return int(self.sums["counted"][0])
 
-        loss: nats per position that contributes loss. accuracy: correct / counted positions, compared as target ids,
-        an out-of-vocabulary target a miss. ceiling: share of counted positions whose target argmax has a slot.
-        joint: share of the positions counted at all steps up to k at which all drafts up to k are right.
-        """
-        rows: dict[str, Any] = {"positions": int(self.sums["counted"][0])}
-        pairs = (
-            ("loss", "loss", "trained"),
-            ("accuracy", "correct", "counted"),
-            ("ceiling", "in_vocab", "counted"),
-            ("joint", "prefix", "whole"),
-        )
-        for name, above, below in pairs:
-            ratio = self.sums[above] / self.sums[below].clamp(min=1)
-            rows |= {f"{name}_{step}": round(value, 6) for step, value in enumerate(ratio.tolist())}
+    @property
+    def loss(self) -> list[Measure]:
+        """By step, nats per position that contributes loss."""
+        return self._by_step("loss", "trained")
+
+    @property
+    def accuracy(self) -> list[Measure]:
+        """By step, correct / counted positions, compared as target ids, an out-of-vocabulary target a miss."""
+        return self._by_step("correct", "counted")
+
+    @property
+    def ceiling(self) -> list[Measure]:
+        """By step, share of counted positions whose target argmax has a slot."""
+        return self._by_step("in_vocab", "counted")
+
+    @property
+    def joint(self) -> list[Measure]:
+        """By step k, share of the positions counted at all steps up to k at which all drafts up to k are right."""
+        return self._by_step("prefix", "whole")
+
+    def _by_step(self, above: str, below: str) -> list[Measure]:
+        pairs = zip(self.sums[above].tolist(), self.sums[below].tolist(), strict=True)
+        return [_ratio(one, two) for one, two in pairs]
+
+
+def _ratio(above: float, below: float) -> Measure:
+    """`above` / `below`, None of nothing; NaN stays NaN."""
+    if not below and math.isfinite(above):
+        return None
+    return round(above / below, 6) if below else math.nan
+
+
+@dataclass
+class Heldout:
+    """What `evaluate` found on held-out documents; lists are by draft step, None is what nothing was measured of."""
+
+    positions: int
+    """That count at the first step."""
+    loss: list[Measure]
+    """See `Tally`."""
+    accuracy: list[Measure]
+    ceiling: list[Measure]
+    joint: list[Measure]
+    loss_interval: Measure
+    """Half width of a 95 % interval of `loss[0]`; None with fewer than two rows to tell how rows differ."""
+    accuracy_interval: Measure
+    """The same of `accuracy[0]`."""
+    accept_length: Measure
+    """What serving will give with K drafted tokens, see `redraft.train.walk`; None if no round was complete."""
+    verify_steps: int
+    """Rounds that `accept_length` pools."""
+    step: int = 0
+    """Optimizer steps done before."""
+
+    def metrics(self) -> dict[str, Any]:
+        """The figures by the names of metrics files; `accept_length` and `verify_steps` are absent if undefined."""
+        rows: dict[str, Any] = {"positions": self.positions}
+        for name in ("loss", "accuracy", "ceiling", "joint"):
+            rows |= {f"{name}_{step}": value for step, value in enumerate(getattr(self, name))}
+        rows |= {"loss_0_interval": self.loss_interval, "accuracy_0_interval": self.accuracy_interval}
+        if self.accept_length is not None:
+            rows |= {"accept_length": self.accept_length, "verify_steps": self.verify_steps}
         return rows
+
+    def row(self) -> dict[str, float]:
+        """One row of the held-out curve, without what is undefined."""
+        row = {"step": self.step, "loss": self.loss[0], "accuracy": self.accuracy[0], "joint": self.joint_acceptance}
+        return {
+            name: value for name, value in {**row, "accept_length": self.accept_length}.items() if value is not None
+        }
+
+    @property
+    def joint_acceptance(self) -> float:
+        """Drafts that are right at a position before the first wrong one, on average: by this weights are chosen."""
+        return round(sum(value for value in self.joint if value is not None), 6)
+
+    @property
+    def finite(self) -> bool:
+        """Whether every loss is a number or undefined: NaN weights show here first."""
+        return all(value is None or math.isfinite(value) for value in self.loss)
+
+
+@contextmanager
+def as_written(module: nn.Module) -> Iterator[None]:
+    """Round the trained weights of `module` to bf16, as a file has them, until the block ends."""
+    weights = list(module.parameters())
+    kept = [weight.detach().clone() for weight in weights]
+    _set(weights, [weight.detach().bfloat16() for weight in weights])
+    try:
+        yield
+    finally:
+        _set(weights, kept)
 
 
 @torch.no_grad()
-def evaluate(
-    module: nn.Module, rows: PackedRows, params: FitParams, accelerator: Accelerator | None = None
-) -> dict[str, Any]:
-    """`Tally.metrics` of a `TTTModule` over all of `rows`, in fp32, with what is predicted of serving.
+def _set(weights: list[nn.Parameter], values: list[Tensor]) -> None:
+    for weight, value in zip(weights, values, strict=True):
+        weight.copy_(value)
 
-    `loss_0_interval` and `accuracy_0_interval` are the half widths of 95 % intervals for a mean over clusters: the
-    positions of a row depend on each other, rows do not. With s_r the sum and c_r the count of row r, Var =
-    sum (s_r - m c_r)^2 / (sum c_r)^2 (the linearised ratio estimator of survey sampling, Cochran 1977, 6.11).
-    `accept_length` is `redraft.train.walk`'s for K drafted tokens; absent if no round was complete.
+
+class Measurement:
+    """Sums over held-out rows, batch by batch.
+
+    The intervals are those of a mean over clusters: the positions of a row depend on each other, rows do not. With s_r
+    the sum and c_r the count of row r, Var = sum (s_r - m c_r)^2 / (sum c_r)^2 (the linearised ratio estimator of
+    survey sampling, Cochran 1977, 6.11).
+    """
+
+    def __init__(self, rows: PackedRows, steps: int, device: torch.device) -> None:
+        self.row_tokens, self.steps, self.tally = rows.row_tokens, steps, Tally()
+        self.clusters = torch.zeros(2, 2, len(rows), dtype=torch.float64, device=device)
+        """Of loss and accuracy at the first step, sum and count by row."""
+        self.rounds = torch.zeros(steps + 1, dtype=torch.int64, device=device)
+        """By accepted drafts."""
+
+    def add(self, output: StepOutput, batch: Batch, numbers: list[int]) -> None:
+        """Count a batch whose first rows are `numbers`; the rest is padding."""
+        self.tally.add(output)
+        row = torch.tensor(numbers, dtype=torch.int64, device=output.flat.device)[output.flat // self.row_tokens]
+        firsts = (output.losses[0], output.contributing()[0]), (output.correct[0], output.counted[0])
+        for index, (values, counts) in enumerate(firsts):
+            self.clusters[index].index_add_(1, row, torch.stack([values * counts, counts]).double())
+        self.rounds += walk(output, batch.input_ids, batch.loss_mask, batch.documents)
+
+    def found(self, accelerator: Accelerator | None = None) -> Heldout:
+        """What the sums are worth, added up over processes."""
+        clusters, rounds = self.clusters, self.rounds
+        if accelerator:
+            clusters, rounds = accelerator.reduce(clusters), accelerator.reduce(rounds)
+            self.tally.reduce(accelerator)
+        tally, (loss, accuracy) = self.tally, clusters.cpu()
+        walked = Acceptance(self.steps, rounds.tolist())
+        return Heldout(
+            tally.positions,
+            tally.loss,
+            tally.accuracy,
+            tally.ceiling,
+            tally.joint,
+            loss_interval=_half_width(loss),
+            accuracy_interval=_half_width(accuracy),
+            accept_length=walked.metrics()["accept_length"] if walked.verify_steps else None,
+            verify_steps=walked.verify_steps,
+        )
+
+
+@torch.no_grad()
+def evaluate(module: nn.Module, rows: PackedRows, params: FitParams, accelerator: Accelerator | None = None) -> Heldout:
+    """A `TTTModule` over all of `rows`, in fp32, with what is predicted of serving.
 
     With an `accelerator` every process measures its share, every row once, and all return the same.
     """
     device = accelerator.device if accelerator else compute_device()
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
-    tally = Tally()
-    clusters = torch.zeros(2, 2, len(rows), dtype=torch.float64, device=device)
-    histogram = torch.zeros(params.ttt_steps + 1, dtype=torch.int64, device=device)
+    measured = Measurement(rows, params.ttt_steps, device)
     for numbers, batch in deal(rows, list(range(len(rows))), params, rank, world):
-        batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        output = module(batch, exact=True)
-        tally.add(output)
-        places = torch.tensor(numbers, dtype=torch.int64, device=device)
-        own = output.positions // rows.row_tokens
-        for index, (values, counts) in enumerate(
-            ((output.losses[0], output.contributing()[0]), (output.correct[0], output.counted[0]))
-        ):
-            pairs = torch.stack([values * counts, counts]).double()
-            clusters[index].index_add_(1, places[own], pairs)
-        histogram += walk(output, batch["input_ids"], batch["loss_mask"], batch["documents"])
-    if accelerator:
-        clusters, histogram = accelerator.reduce(clusters), accelerator.reduce(histogram)
-        tally.reduce(accelerator)
-    found = tally.metrics()
-    loss, accuracy = clusters.cpu()
-    found |= {"loss_0_interval": _half_width(loss), "accuracy_0_interval": _half_width(accuracy)}
-    rounds = histogram.tolist()
-    if sum(rounds):
-        walked = Acceptance(params.ttt_steps, rounds).metrics()
-        found |= {"accept_length": walked["accept_length"], "verify_steps": walked["verify_steps"]}
-    return found
+        here = batch.to(device)
+        measured.add(module(here, exact=True), here, numbers)
+    return measured.found(accelerator)
 
 
-def joint_acceptance(measured: dict[str, Any]) -> float:
-    """Drafts that are right at a position before the first wrong one, on average: by this checkpoints are chosen."""
-    return round(sum(value for name, value in measured.items() if name.startswith("joint_")), 6)
-
-
-def _half_width(pairs: Tensor) -> float:
-    """95 % half width of sum(pairs[0]) / sum(pairs[1]) over clusters [2, R]."""
+def _half_width(pairs: Tensor) -> Measure:
+    """95 % half width of sum(pairs[0]) / sum(pairs[1]) over clusters [2, R]; None of fewer than two."""
     sums, counts = pairs
-    total = counts.sum().clamp(min=1)
+    if int((counts > 0).sum()) < 2:
+        return None
+    total = counts.sum()
     return round(float(1.96 * (sums - sums.sum() / total * counts).square().sum().sqrt() / total), 6)

@@ -1,7 +1,7 @@
 """The EAGLE-3 training step with its training-time test (TTT): K draft steps unrolled over true tokens.
 
-Legend of shapes: B rows, S tokens of a row, H hidden size, V target vocabulary, N draft slots, K steps, P counted
-positions.
+Legend of shapes: B rows, S tokens of a row, H hidden size, V target vocabulary, N draft slots, K steps, T tokens that
+are no padding, P positions asked: those that count at any step.
 
 At index t and step k the drafter sees the embedding of x[t+1+k], the state of step k-1 at t (fc(aux[t]) at k = 0) and
 the rotary position t + k; it attends to the step-0 keys of positions up to t and to its own keys of steps 1..k. Its
@@ -10,10 +10,11 @@ Worked example, K = 2, tokens a b c d e: at t = 0 step 0 reads b and learns the 
 that of d. Source: SafeAILab/EAGLE and SpecForge `algorithms/eagle3/model.py`, as SGLang serves it.
 
 Position t counts at step k iff x[t+1] and x[t+2+k] are supervised in the same answer: what serving drafts.
+A position of a batch is told by its flat index b * S + t.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +22,17 @@ from torch.nn import functional as F
 from torch.utils._pytree import register_dataclass
 
 from redraft.drafter.model import ALL, Drafter
+from redraft.hidden.rows import Batch
 from redraft.train.attention import TTTAttention
 from redraft.vocab.mapping import Mapping
 
 
 @dataclass
 class StepOutput:
-    """Unreduced results at the P positions that count at any step."""
+    """Unreduced results at the P positions asked."""
 
-    positions: Tensor
-    """int64 [P], flat index b * S + t."""
+    flat: Tensor
+    """int64 [P], flat indices of the positions asked, ascending."""
     counted: Tensor
     """bool [K, P], whether the position counts at step k."""
     in_vocab: Tensor
@@ -69,14 +71,14 @@ def answer_numbers(loss_mask: Tensor, documents: Tensor) -> Tensor:
     return (supervised & ~before).cumsum(1) * supervised
 
 
-def counted_positions(loss_mask: Tensor, documents: Tensor, steps: int, mask: str = "served") -> Tensor:
+def counted_positions(loss_mask: Tensor, documents: Tensor, steps: int, counting: str = "served") -> Tensor:
     """bool [K, B, S], where position t counts at step k.
 
     `served`: x[t+1] and x[t+2+k] are in one answer of t's document. `input`: x[t+k] is supervised and the target's
     law at t+1+k lies in t's document, which is `loss_mask[t+k]` of SpecForge.
     """
     answers = answer_numbers(loss_mask, documents)
-    if mask == "input":
+    if counting == "input":
         supervised = (loss_mask != 0) & (documents > 0)
         return torch.stack(
             [shift(supervised, step) & (shift(documents, 1 + step) == documents) for step in range(steps)]
@@ -86,22 +88,21 @@ def counted_positions(loss_mask: Tensor, documents: Tensor, steps: int, mask: st
     return torch.stack([inside & (shift(answers, 2 + step) == first) for step in range(steps)])
 
 
+def greedy_tokens(final: Tensor, head: Tensor) -> Tensor:
+    """int64 [...], the target's argmax after each of the states `final` [..., H] under its `head` [V, H]."""
+    parts = [(part @ head.T).argmax(-1) for part in final.flatten(0, -2).split(256)]
+    return torch.cat(parts).view(final.shape[:-1])
+
+
 def ttt_step(
     drafter: Drafter,
     mapping_ids: Tensor,
-    input_ids: Tensor,
-    loss_mask: Tensor,
-    aux_hidden: Tensor,
-    target_hidden: Tensor,
     embed: Tensor,
-    head: Tensor,
+    draft_head: Tensor,
+    batch: Batch,
     steps: int,
     *,
-    greedy: Tensor | None = None,
-    draft_head: Tensor | None = None,
-    documents: Tensor | None = None,
-    positions: Tensor | None = None,
-    mask: str = "served",
+    counting: str = "served",
     lap: Callable[[str], None] = lambda part: None,
 ) -> StepOutput:
     """K unrolled draft steps from plain tensors.
@@ -109,79 +110,69 @@ def ttt_step(
     Args:
         drafter: the drafter.
         mapping_ids: int64 [N], target id of each slot.
-        input_ids: int [B, S].
-        loss_mask: [B, S], nonzero at answer tokens.
-        aux_hidden: [B, S, 3H], inputs of the aux layers, low to high.
-        target_hidden: [B, S, H], after the target's final norm.
         embed: [V, H], the target's embedding.
-        head: [V, H], the target's head; not read if `greedy` and `draft_head` are given.
+        draft_head: [N, H], rows of the target's head in slot order.
+        batch: the rows; `aux` in the dtype of the drafter.
         steps: K.
-        greedy: int [B, S], the target's argmax for the next token; from `head` if None.
-        draft_head: [N, H], the rows of `head` in slot order; from `head` if None.
-        documents: int64 [B, S], 1, 2, ... by packed document, 0 for padding; one document a row if None.
-        positions: int64 [B, S], position in the document; 0..S-1 if None.
-        mask: see `counted_positions`.
+        counting: which positions count, see `counted_positions`.
         lap: told the name of each part when it is done: `forward`, `loss`.
     """
-    if documents is None:
-        documents = torch.ones_like(input_ids, dtype=torch.int64)
-    if positions is None:
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    counted = counted_positions(loss_mask, documents, steps, mask).flatten(1)
-    rows = counted.any(0).nonzero()[:, 0]
-    counted = counted[:, rows]
-    states = _unroll(drafter, input_ids, aux_hidden, embed, documents, positions, steps, rows)
+    counted = counted_positions(batch.loss_mask, batch.documents, steps, counting).flatten(1)
+    asked = counted.any(0).nonzero()[:, 0]
+    states = unroll(drafter, embed, batch, steps, asked)
     lap("forward")
-    wanted = (rows + 1 + torch.arange(steps, device=rows.device)[:, None]).clamp(max=input_ids.numel() - 1)  # [K, P]
-    if draft_head is None:
-        draft_head = head[mapping_ids]
-    hidden = target_hidden.flatten(0, 1)
-    if greedy is None:
-        needed, place = wanted.unique(return_inverse=True)
-        best = torch.cat([(part @ head.T).argmax(-1) for part in hidden[needed].split(256)])[place]
-    else:
-        best = greedy.flatten()[wanted].long()
-    slots = mapping_ids.new_full((len(embed),), -1)
-    slots[mapping_ids] = torch.arange(len(mapping_ids), device=slots.device)
-    logits = drafter.logits(states).float()  # [K, P, N]
-    losses = _soft_cross_entropy(logits, hidden, draft_head, wanted)
+    output = judge(drafter.logits(states).float(), mapping_ids, draft_head, len(embed), batch, asked, counted[:, asked])
     lap("loss")
-    return StepOutput(rows, counted, slots[best] >= 0, mapping_ids[logits.argmax(-1)], best, losses, logits)
+    return output
 
 
-def _unroll(
-    drafter: Drafter,
-    input_ids: Tensor,
-    aux_hidden: Tensor,
-    embed: Tensor,
-    documents: Tensor,
-    positions: Tensor,
-    steps: int,
-    rows: Tensor,
-) -> Tensor:
-    """The un-normed states of the K steps at the flat positions `rows`, [K, P, H].
+def unroll(drafter: Drafter, embed: Tensor, batch: Batch, steps: int, asked: Tensor) -> Tensor:
+    """The un-normed states of the K steps at the flat indices `asked` [P], [K, P, H].
 
     Nothing is computed of padding, nor past the keys and values of step 0 where no later position asks.
     """
-    tokens = (documents.flatten() > 0).nonzero()[:, 0]
-    asked = torch.searchsorted(tokens, rows)
-    ids, places = input_ids.flatten().long(), positions.flatten()
-    attend = TTTAttention(documents, tokens, rows)
-    states = drafter.fc(aux_hidden.flatten(0, 1)[tokens])[None]
+    tokens = (batch.documents.flatten() > 0).nonzero()[:, 0]
+    wanted = torch.searchsorted(tokens, asked)
+    ids, rotary = batch.input_ids.flatten().long(), batch.positions.flatten()
+    attend = TTTAttention(batch.documents, tokens, asked)
+    states = drafter.fc(batch.aux.flatten(0, 1)[tokens])[None]
     kept: list[Tensor] = []
     for step in range(steps):
-        at = rows if step else tokens
+        at = asked if step else tokens
         embeds = F.embedding(ids[(at + 1 + step).clamp(max=len(ids) - 1)], embed).to(states.dtype)
-        states = drafter.step(states, embeds[None], places[None, at] + step, attend, ALL if step else asked)
+        states = drafter.step(states, embeds[None], rotary[None, at] + step, attend, ALL if step else wanted)
         kept.append(states[0])
     return torch.stack(kept)
 
 
-def _soft_cross_entropy(logits: Tensor, hidden: Tensor, draft_head: Tensor, wanted: Tensor) -> Tensor:
-    """fp32 [K, P]: -sum p log q, p the target's law over the draft ids at the flat positions `wanted` [K, P]."""
+def judge(
+    logits: Tensor, mapping_ids: Tensor, draft_head: Tensor, vocab: int, batch: Batch, asked: Tensor, counted: Tensor
+) -> StepOutput:
+    """What logits fp32 [K, P, N] at the flat indices `asked` [P] are worth; `counted` bool [K, P], the rest as above.
+
+    `vocab` is V.
+    """
+    steps = torch.arange(len(logits), device=asked.device)[:, None]
+    law_at = (asked + 1 + steps).clamp(max=batch.input_ids.numel() - 1)  # [K, P]
+    best = batch.greedy.flatten()[law_at].long()
+    slots = mapping_ids.new_full((vocab,), -1)
+    slots[mapping_ids] = torch.arange(len(mapping_ids), device=slots.device)
+    losses = _soft_cross_entropy(logits, batch.final.flatten(0, 1), draft_head, law_at)
+    return StepOutput(asked, counted, slots[best] >= 0, mapping_ids[logits.argmax(-1)], best, losses, logits)
+
+
+def _soft_cross_entropy(logits: Tensor, final: Tensor, draft_head: Tensor, law_at: Tensor) -> Tensor:
+    """Nats, fp32 [K, P]: -sum p log q, q of the drafter's logits, p the target's law over the draft ids.
+
+    Args:
+        logits: fp32 [K, P, N], of the drafter.
+        final: [B * S, H], after the target's final norm.
+        draft_head: [N, H], rows of the target's head in slot order.
+        law_at: int64 [K, P], flat indices where the law is read.
+    """
     with torch.no_grad():
-        needed, place = wanted.unique(return_inverse=True)
-        law = (hidden[needed] @ draft_head.to(hidden.dtype).T).float().softmax(-1)
+        needed, place = law_at.unique(return_inverse=True)
+        law = (final[needed] @ draft_head.to(final.dtype).T).float().softmax(-1)
     return torch.stack(
         [F.cross_entropy(part, law[at], reduction="none") for at, part in zip(place, logits, strict=True)]
     )
@@ -191,8 +182,11 @@ class TTTModule(nn.Module):
     """All draft steps in one `forward`, as DistributedDataParallel needs it."""
 
     mapping_ids: Tensor
+    """int64 [N], target id of each slot."""
     embed: Tensor
+    """[V, H]."""
     draft_head: Tensor
+    """[N, H], rows of the target's head in slot order."""
 
     def __init__(
         self, drafter: Drafter, mapping: Mapping, embed: Tensor, head: Tensor, steps: int, precision: str = "fp32"
@@ -209,47 +203,32 @@ class TTTModule(nn.Module):
 
     def forward(
         self,
-        batch: dict[str, Tensor],
-        mask: str = "served",
+        batch: Batch,
+        counting: str = "served",
         lap: Callable[[str], None] = lambda part: None,
         exact: bool = False,
     ) -> StepOutput:
-        """One batch of `redraft.hidden.shards.PackedRows`; `mask` and `lap` as in `ttt_step`; `exact`: no autocast.
+        """All steps of a batch; `counting` and `lap` as in `ttt_step`; `exact`: no autocast.
 
         Autocast is opened here and not by Accelerate, which would open it for measurements as well, and not at all
-        under FSDP2.
+        under FSDP2. One that is opened outside is switched off.
         """
         weight = self.drafter.fc.weight
         rounded = self.rounded and not exact
-        final = batch["final"] if rounded else batch["final"].to(weight.dtype)
+        final = batch.final if rounded else batch.final.to(weight.dtype)
+        given = replace(batch, aux=batch.aux.to(weight.dtype), final=final)
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=rounded):
-            return self._step(batch, final, mask, lap)
+            return ttt_step(
+                self.drafter, self.mapping_ids, self.embed, self.draft_head, given, self.steps,
+                counting=counting, lap=lap,
+            )  # fmt: skip
 
-    def _step(self, batch: dict[str, Tensor], final: Tensor, mask: str, lap: Callable[[str], None]) -> StepOutput:
-        return ttt_step(
-            self.drafter,
-            self.mapping_ids,
-            batch["input_ids"],
-            batch["loss_mask"],
-            batch["aux"].to(self.drafter.fc.weight.dtype),
-            final,
-            self.embed,
-            self.draft_head,
-            self.steps,
-            greedy=batch["greedy"],
-            draft_head=self.draft_head,
-            documents=batch["documents"],
-            positions=batch["positions"],
-            mask=mask,
-            lap=lap,
-        )
-
-    def contributing(self, batch: dict[str, Tensor], mask: str, oov: str) -> Tensor:
+    def contributing(self, batch: Batch, counting: str, oov: str) -> Tensor:
         """int64 [K], positions that contribute loss, told without a forward; see `StepOutput.contributing`."""
-        counted = counted_positions(batch["loss_mask"], batch["documents"], self.steps, mask)
+        counted = counted_positions(batch.loss_mask, batch.documents, self.steps, counting)
         if oov == "drop":
             held = torch.zeros(len(self.embed), dtype=torch.bool, device=counted.device)
             held[self.mapping_ids] = True
-            best = held[batch["greedy"].long()]
+            best = held[batch.greedy.long()]
             counted = counted & torch.stack([shift(best, 1 + step) for step in range(self.steps)])
         return counted.flatten(1).sum(1)

@@ -14,7 +14,7 @@ def walk(output: StepOutput, input_ids: Tensor, loss_mask: Tensor, documents: Te
     """Count the rounds of every answer in a batch.
 
     Args:
-        output: of `ttt_step` with mask `served`, P positions.
+        output: of `ttt_step` with counting `served`.
         input_ids: int [B, S].
         loss_mask: [B, S].
         documents: int64 [B, S].
@@ -24,14 +24,14 @@ def walk(output: StepOutput, input_ids: Tensor, loss_mask: Tensor, documents: Te
     """
     steps, size = output.counted.shape[0], input_ids.shape[1]
     ids = input_ids.flatten()
-    places = (output.positions + 2 + _column(steps, output.positions)).clamp(max=len(ids) - 1)
-    right = output.counted & (output.drafted == ids[places])
+    drafted_at = (output.flat + 2 + _column(steps, output.flat)).clamp(max=len(ids) - 1)  # [K, P]
+    right = output.counted & (output.drafted == ids[drafted_at])
     prefix = right.long().cumprod(0).sum(0).tolist()  # accepted drafts, were the answer long enough
     # answer tokens from x[t+1] on: what a round may add; beyond them nothing is known
     answers = answer_numbers(loss_mask, documents).flatten()
-    following = (answers[(output.positions + 1).clamp(max=len(ids) - 1)]).tolist()
-    accepted = dict(zip(output.positions.tolist(), prefix, strict=True))
-    number = dict(zip(output.positions.tolist(), following, strict=True))
+    following = (answers[(output.flat + 1).clamp(max=len(ids) - 1)]).tolist()
+    accepted = dict(zip(output.flat.tolist(), prefix, strict=True))
+    number = dict(zip(output.flat.tolist(), following, strict=True))
     last: dict[tuple[int, int], int] = {}
     for place, answer in enumerate(answers.tolist()):
         if answer:
@@ -50,7 +50,7 @@ def walk(output: StepOutput, input_ids: Tensor, loss_mask: Tensor, documents: Te
             continue
         histogram[accepted[place]] += 1
         at = place + 1 + accepted[place]
-    return output.positions.new_tensor(histogram)
+    return output.flat.new_tensor(histogram)
 
 
 def _column(steps: int, like: Tensor) -> Tensor:
