@@ -1,5 +1,7 @@
 """The one exception family: an error says what, where, expected, found, the likely cause and what to do."""
 
+from collections.abc import Sequence
+
 
 class RedraftError(Exception):
     """Bad input or a broken invariant, told to the user without a traceback.
@@ -35,3 +37,9 @@ class RedraftError(Exception):
         }
         lines = [f"  {name}: {value}" for name, value in details.items() if value is not None]
         super().__init__("\n".join([what, *lines]) + tail)
+
+
+def some(names: Sequence[object], most: int = 5) -> str:
+    """The first of `names`, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
