@@ -16,13 +16,13 @@ from redraft.corpus.chat import (
     differing_ids,
     load_tokenizer,
     prompt_ids,
-    read_chats,
     require_markers,
     show_sample,
     special_ids,
     stop_ids,
     tokenize,
 )
+from redraft.corpus.jsonl import read_chats
 from redraft.corpus.regenerate import regenerate
 from redraft.engines.torch import TorchEngine
 from redraft.frame.errors import RedraftError
