@@ -9,9 +9,9 @@ from redraft.drafter.config import exported_layer_ids
 from redraft.frame.curves import write_curve
 from redraft.frame.params import Config
 from redraft.frame.stage import Result, log, run
+from redraft.target.checkout import DRAFTER_FILES, checkout
 from redraft.target.config import aux_layers_of, read_config
 from redraft.target.ends import read_ends
-from redraft.target.sources import DRAFTER_FILES, checkout
 from redraft.train.donor import train_donor
 
 OUT = Path("artifacts/donor")

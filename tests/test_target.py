@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HIDDEN, LAYERS, SHAPE, VOCAB, deepseek, deepseek_config, llama, save_target
+from conftest import HIDDEN, LAYERS, VOCAB, deepseek, deepseek_config, llama, save_target
 from safetensors.torch import load_file, save_file
-from transformers import CohereConfig, CohereForCausalLM, Kimi_K25Config, Kimi_K25ForConditionalGeneration
+from transformers import Kimi_K25Config, Kimi_K25ForConditionalGeneration
 
 from redraft.corpus.chat import (
     byte_ids,
@@ -16,21 +16,23 @@ from redraft.corpus.chat import (
     differing_ids,
     load_tokenizer,
     prompt_ids,
-    read_chats,
     require_markers,
     show_sample,
     special_ids,
     stop_ids,
     tokenize,
 )
+from redraft.corpus.jsonl import read_chats
 from redraft.corpus.regenerate import regenerate
 from redraft.engines.torch import TorchEngine
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import TargetParams
+from redraft.target.checkout import checkout
 from redraft.target.config import default_aux_layers
 from redraft.target.ends import read_ends
+from redraft.target.folder import weights_folder
 from redraft.target.model import Target, load_target
-from redraft.target.sources import checkout, make_target, weights_folder
+from redraft.target.sources import make_target
 
 
 def kimi() -> Kimi_K25ForConditionalGeneration:
@@ -253,14 +255,6 @@ def test_regenerated_answers_are_the_targets_own(tiny_folder: Path) -> None:
         engine = TorchEngine(target, None, 0, stop)
         own = engine.generate(prompt_ids(tokenizer, chat["messages"][:1]), 40).ids
         assert chat["messages"][1]["content"] == tokenizer.decode([token for token in own if token not in stop]).strip()
-
-
-def test_a_head_that_is_more_than_a_matrix_is_refused(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = CohereConfig(**{**SHAPE, "logit_scale": 0.0625})
-    save_target(CohereForCausalLM(config), tmp_path)
-    with pytest.raises(RedraftError, match="logit_scale"):
-        load_target(tmp_path)
 
 
 def test_the_embedding_of_a_prediction_layer_is_not_the_targets(llama_folder: Path, tmp_path: Path) -> None:

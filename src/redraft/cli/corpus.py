@@ -29,7 +29,8 @@ def add_to(commands: Commands) -> None:
 
 
 def _regenerate(arguments: argparse.Namespace) -> None:
-    from redraft.corpus.chat import load_tokenizer, read_chats, stop_ids
+    from redraft.corpus.chat import load_tokenizer, stop_ids
+    from redraft.corpus.jsonl import read_chats
     from redraft.corpus.regenerate import regenerate
     from redraft.frame.profile import load_profile
     from redraft.target.model import load_target
@@ -55,4 +56,4 @@ def _regenerate(arguments: argparse.Namespace) -> None:
         )
         lines = [json.dumps(chat, ensure_ascii=False) for chat in answered]
     atomic.write_text(arguments.output, "\n".join(lines) + "\n")
-    print(f"{len(lines)} chats in {arguments.output}")
+    print(f"{len(lines)} chat{'s' * (len(lines) != 1)} in {arguments.output}")

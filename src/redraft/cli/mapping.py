@@ -115,8 +115,8 @@ def _heads(arguments: argparse.Namespace, donor: "Mapping", new: "Mapping") -> d
     """The donor's head rows against the target's, for the ids in both vocabularies."""
     from redraft.drafter.dialect import read_tensors
     from redraft.remap.heads import compare_heads
+    from redraft.target.checkout import DRAFTER_FILES, checkout
     from redraft.target.ends import read_ends
-    from redraft.target.sources import DRAFTER_FILES, checkout
 
     if not arguments.target:
         raise RedraftError("A comparison of heads needs the target.", where="--heads", fix="give --target as well")
@@ -131,7 +131,7 @@ def _remap(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch in huge pages: half the time of a head of 459 MB
     from redraft.drafter.mapping_of import read_mapping
     from redraft.remap.remap import remap_folder
-    from redraft.target.sources import DRAFTER_FILES, checkout
+    from redraft.target.checkout import DRAFTER_FILES, checkout
 
     require_new(arguments.output)
     if arguments.fill == "auto":

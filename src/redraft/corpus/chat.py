@@ -9,19 +9,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redraft.frame.errors import RedraftError
-from redraft.target.hf import offline_transformers
+from redraft.frame.errors import RedraftError, some
+from redraft.frame.files import read_object
+from redraft.target.hf import asking_transformers, offline_transformers
 
 Message = dict[str, str]
+TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "tiktoken*")
+
+
+class RenderError(RedraftError):
+    """A chat that the chat template does not render."""
+
+    def __init__(self, error: Exception) -> None:
+        self.reason = " ".join(str(error).split())[:200] or type(error).__name__
+        super().__init__(
+            "The chat template does not render a chat.",
+            found=f"{type(error).__name__}: {self.reason}",
+            cause="roles that do not alternate, a content that is no text, or a chat without a prompt",
+        )
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a target folder.
 
     Raises:
-        RedraftError: no chat template.
+        RedraftError: no tokenizer files, a tokenizer that cannot be made, no chat template.
     """
-    tokenizer = offline_transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise RedraftError(
+            "The target's folder has no tokenizer.",
+            where=folder,
+            expected="tokenizer.json, or the files of the tokenizer's own class",
+            found=some(sorted(file.name for file in folder.glob("*"))) or "no files",
+            fix="bring the tokenizer's files into the folder that target.source names, and rerun the target stage",
+        )
+    with asking_transformers("tokenizer", folder, trust_remote_code):
+        tokenizer = offline_transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if not tokenizer.chat_template:
         raise RedraftError(
             "The target has no chat template.",
@@ -29,12 +52,33 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
             expected="chat_template.jinja, or chat_template in tokenizer_config.json",
             fix="add the template that you serve with to the target's folder",
         )
+    chat_template(tokenizer)
     return tokenizer
+
+
+def chat_template(tokenizer: Any) -> tuple[str | None, str]:
+    """Name and text of the chat template that is used: of several `default`; None if there is one without a name.
+
+    Raises:
+        RedraftError: several, none of which is called `default`.
+    """
+    given = tokenizer.chat_template
+    if not isinstance(given, dict):
+        return None, given
+    if "default" not in given:
+        raise RedraftError(
+            "The target has several chat templates, and none is the default.",
+            where="chat_template of the tokenizer",
+            expected="one that is called default",
+            found=some(sorted(given)),
+            fix="name the one that you serve with default, or leave it alone in the target's folder",
+        )
+    return "default", given["default"]
 
 
 def template_hash(tokenizer: Any) -> str:
     """SHA-256 of the chat template's text."""
-    return hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+    return hashlib.sha256(chat_template(tokenizer)[1].encode()).hexdigest()
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
@@ -56,7 +100,7 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 def stop_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
     """Ids that end an answer: the tokenizer's end of sequence and those of `generation_config.json` in `folder`."""
     path = folder / "generation_config.json"
-    named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    named = read_object(path).get("eos_token_id") if path.is_file() else None
     return frozenset([tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]) - {None}
 
 
@@ -110,42 +154,21 @@ def differing_ids(donor: Any, target: Any) -> dict[int, tuple[str | None, str | 
     }
 
 
-def prompt_ids(tokenizer: Any, messages: list[Message]) -> list[int]:
-    """Ids of `messages` with the header of the answer that is to be generated."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def read_chats(path: Path) -> list[dict[str, Any]]:
-    """Read JSONL lines of `{"id": str, "messages": [{"role": str, "content": str}, ...]}`.
+def render(tokenizer: Any, messages: list[Message], *, header: bool) -> str:
+    """`messages` as text by the chat template; with `header` up to where the answer begins.
 
     Raises:
-        RedraftError: no file, no lines, a line that is not JSON or lacks a key, an id that stands twice.
+        RenderError: the template, which is a program of others, raises on them.
     """
-    if not path.is_file():
-        raise RedraftError("A corpus file is missing.", where=path, fix="make it with `redraft regenerate PROMPTS`")
-    chats = []
-    # not splitlines: a line separator of Unicode may stand inside a JSON string
-    for number, line in enumerate(path.read_text().removesuffix("\n").split("\n"), 1):
-        try:
-            chat = json.loads(line)
-            chat["id"], [(message["role"], message["content"]) for message in chat["messages"]]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise RedraftError(
-                "A line of the corpus cannot be read.",
-                where=f"{path}, line {number}",
-                expected='{"id": "...", "messages": [{"role": "user", "content": "..."}, ...]}',
-                found=f"{type(error).__name__}: {error}",
-            ) from error
-        chats.append(chat)
-    ids = [chat["id"] for chat in chats]
-    if not chats or len(set(ids)) != len(ids):
-        raise RedraftError(
-            "The corpus needs lines, each with an id of its own.",
-            where=path,
-            found=f"{len(ids)} lines, {len(set(ids))} ids",
-        )
-    return chats
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=header)
+    except Exception as error:
+        raise RenderError(error) from error
+
+
+def prompt_ids(tokenizer: Any, messages: list[Message]) -> list[int]:
+    """Ids of `messages` with the header of the answer that is to be generated; see `render`."""
+    return tokenizer(render(tokenizer, messages, header=True), add_special_tokens=False)["input_ids"]
 
 
 @dataclass
@@ -156,7 +179,7 @@ class Sample:
     mask: list[int]
     """1 where the token belongs to an answer, else 0; as long as `ids`."""
     dropped: str | None = None
-    """Why nothing is supervised: `no answer`, `boundary` (a token crosses it) or `truncated`."""
+    """Why nothing is supervised: `no answer`, `boundary` (a token crosses it), `truncated` or `template: ` and why."""
     source: str = ""
     """Where the chat came from, as the corpus file says."""
 
@@ -166,16 +189,22 @@ def tokenize(tokenizer: Any, messages: list[Message], max_length: int) -> Sample
 
     An answer is what `messages[:i + 1]` adds to `messages[:i]` with its generation prompt, without trailing white
     space. Where the ids of that prefix are not a prefix of the ids of the whole, a token crosses the boundary and
-    the sample is dropped rather than shifted by one.
+    the sample is dropped rather than shifted by one; so it is where the template refuses a prefix.
     """
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    try:
+        return _tokenize(tokenizer, messages, max_length)
+    except RenderError as refusal:
+        return Sample([], [], f"template: {refusal.reason}")
+
+
+def _tokenize(tokenizer: Any, messages: list[Message], max_length: int) -> Sample:
+    ids = tokenizer(render(tokenizer, messages, header=False), add_special_tokens=False)["input_ids"]
     mask = [0] * len(ids)
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         start = prompt_ids(tokenizer, messages[:turn])
-        answered = tokenizer.apply_chat_template(messages[: turn + 1], tokenize=False).rstrip()
+        answered = render(tokenizer, messages[: turn + 1], header=False).rstrip()
         end = tokenizer(answered, add_special_tokens=False)["input_ids"]
         if ids[: len(start)] != start or ids[: len(end)] != end:
             return Sample(ids[:max_length], [0] * min(len(ids), max_length), "boundary")

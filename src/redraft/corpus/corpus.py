@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from redraft.corpus.chat import Sample, read_chats, require_markers, template_hash, tokenize, tokenizer_hash
+from redraft.corpus.chat import Sample, chat_template, require_markers, template_hash, tokenize, tokenizer_hash
+from redraft.corpus.jsonl import read_chats
 from redraft.frame import atomic
-from redraft.frame.errors import RedraftError
+from redraft.frame.errors import RedraftError, some
+from redraft.frame.files import open_tensors
 from redraft.frame.profile import CorpusParams
 
 
@@ -80,16 +81,17 @@ def gather(samples: dict[str, Sample], identity: dict[str, Any], max_dropped: fl
         RedraftError: nothing is left, or the dropped share passes `max_dropped`.
     """
     kept = {name: sample for name, sample in samples.items() if sample.dropped is None}
-    reasons = [sample.dropped for sample in samples.values() if sample.dropped is not None]
-    dropped = {reason: reasons.count(reason) for reason in sorted(set(reasons))}
-    if not kept or len(reasons) > max_dropped * len(samples):
+    kinds = [sample.dropped.split(":")[0] for sample in samples.values() if sample.dropped is not None]
+    dropped = {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+    if not kept or len(kinds) > max_dropped * len(samples):
         raise RedraftError(
             "Too many samples have no supervised token.",
             where=identity["file"],
             expected=f"at most {max_dropped:.0%} dropped",
-            found=f"{len(reasons)} of {len(samples)}: {dropped}",
-            cause="`truncated`: corpus.max_length cuts the answer off; `no answer`: no assistant turn; `boundary`: the "
-            "template's header is not followed by a token boundary",
+            found=f"{len(kinds)} of {len(samples)}: {dropped}; {told_dropped(samples)}",
+            cause="`truncated`: corpus.max_length cuts the answer off; `no answer`: no assistant turn, run `redraft "
+            "regenerate` on prompts; `boundary`: the template's header is not followed by a token boundary; "
+            "`template`: the chat template does not render the chat",
         )
     offsets = torch.tensor([0, *(len(sample.ids) for sample in kept.values())]).cumsum(0)
     ids = torch.tensor([token for sample in kept.values() for token in sample.ids], dtype=torch.int32)
@@ -101,6 +103,11 @@ def gather(samples: dict[str, Sample], identity: dict[str, Any], max_dropped: fl
     return Corpus(ids, mask, offsets, list(kept), sources, {**identity, "content": content.hexdigest()}), dropped
 
 
+def told_dropped(samples: dict[str, Sample]) -> str:
+    """The first samples that were dropped, each with its reason."""
+    return some([f"{name} ({sample.dropped})" for name, sample in samples.items() if sample.dropped], 3)
+
+
 def write_corpus(path: Path, corpus: Corpus) -> None:
     """Write one split."""
     tensors = {name: getattr(corpus, name) for name in ("input_ids", "loss_mask", "offsets")}
@@ -110,10 +117,19 @@ def write_corpus(path: Path, corpus: Corpus) -> None:
 
 
 def read_corpus(path: Path) -> Corpus:
-    """Read one split."""
-    with safe_open(path, "pt") as file:
-        record = json.loads(file.metadata()["redraft"])
-        return Corpus(*(file.get_tensor(name) for name in ("input_ids", "loss_mask", "offsets")), **record)
+    """Read one split.
+
+    Raises:
+        RedraftError: no such file, or not one that `write_corpus` wrote.
+    """
+    with open_tensors(path) as file:
+        record = (file.metadata() or {}).get("redraft")
+        names = ("input_ids", "loss_mask", "offsets")
+        if record is None or not set(names) <= set(file.keys()):
+            raise RedraftError(
+                "This is no tokenised corpus.", where=path, expected=", ".join(names), found=some(sorted(file.keys()))
+            )
+        return Corpus(*map(file.get_tensor, names), **json.loads(record))
 
 
 def tokenize_file(
@@ -122,7 +138,7 @@ def tokenize_file(
     """Tokenise a JSONL file of chats; also its counts: samples, tokens, supervised tokens, dropped by reason.
 
     Args:
-        path: JSONL, see `redraft.corpus.chat.read_chats`.
+        path: JSONL, see `redraft.corpus.jsonl.read_chats`.
         tokenizer: the target's.
         params: longest sample and largest share of dropped ones.
         optional: a file that is not there gives an empty corpus.
@@ -130,10 +146,12 @@ def tokenize_file(
     Raises:
         RedraftError: as `read_chats` and `gather`.
     """
+    name, _ = chat_template(tokenizer)
     identity = {
         "file": path.name,
         "tokenizer": tokenizer_hash(tokenizer),
         "template": template_hash(tokenizer),
+        **({"template_name": name} if name else {}),
         "max_length": params.max_length,
         "max_samples": params.max_samples,
     }
@@ -151,6 +169,8 @@ def tokenize_file(
         samples[chat["id"]] = tokenize(tokenizer, chat["messages"], params.max_length)
         samples[chat["id"]].source = chat.get("source", "")
     corpus, dropped = gather(samples, identity, params.max_dropped)
+    if dropped:
+        print(f"note: {path}: {sum(dropped.values())} of {len(samples)} chats are left out: {told_dropped(samples)}")
     counts = {
         "samples": len(corpus),
         "tokens": len(corpus.input_ids),

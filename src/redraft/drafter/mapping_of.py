@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from redraft.drafter.names import flat_config, sglang_name
 from redraft.frame.errors import RedraftError
-from redraft.target.sources import DRAFTER_FILES, checkout
+from redraft.target.checkout import DRAFTER_FILES, checkout
 from redraft.vocab.build import read_vocab
 from redraft.vocab.mapping import Mapping
 

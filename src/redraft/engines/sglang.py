@@ -19,7 +19,7 @@ from redraft.engines.engine import Generation, Margin
 from redraft.engines.process import ServerProcess, free_port, require_port
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import EngineParams
-from redraft.target.sources import weights_folder
+from redraft.target.folder import weights_folder
 
 OWN_FLAGS = {
     "model-path", "host", "port", "max-running-requests", "speculative-algorithm", "speculative-draft-model-path",

@@ -1,6 +1,7 @@
 """The one exception family: an error says what, where, expected, found, the likely cause and what to do."""
 
 import errno
+from collections.abc import Sequence
 
 _CAUSES = {
     errno.ENOSPC: ("the disk is full", "free some room, or move `.store` with REDRAFT_STORE"),
@@ -62,3 +63,9 @@ def explained(error: RedraftError | OSError) -> RedraftError:
         cause=cause,
         fix=fix,
     )
+
+
+def some(names: Sequence[object], most: int = 5) -> str:
+    """The first of `names`, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more

@@ -116,7 +116,7 @@ def _outside_git(config: Config, root: Path) -> list[str]:
 
 
 def _data(config: Config, root: Path) -> str:
-    from redraft.corpus.chat import read_chats
+    from redraft.corpus.jsonl import read_chats
 
     folder = root / "data" / config.params.profile
     splits = ["train", "heldout", *(["donor"] if config.profile.donor.source == "train" else [])]

@@ -12,7 +12,7 @@ from redraft.frame.errors import RedraftError
 from redraft.preflight import rules_config, rules_weights
 from redraft.preflight.facts import RECORD, Facts, Finding, read_object, read_target, read_weights, trained_layers
 from redraft.preflight.releases import Release
-from redraft.target.sources import weights_folder
+from redraft.target.folder import weights_folder
 
 RULES = (*rules_weights.FILES, *rules_config.RULES, *rules_weights.RULES)
 FOREIGN = (*rules_weights.FILES, rules_config.server, rules_config.architecture, rules_weights.embedding)

@@ -7,7 +7,7 @@ from redraft.drafter.names import ARCHITECTURE
 from redraft.preflight.facts import SHAPE, Facts, Finding
 from redraft.preflight.releases import DEEPSEEK, KIMI, NEWEST, OLDEST
 from redraft.target.ends import target_hash
-from redraft.target.sources import RECORD
+from redraft.target.folder import TARGET_RECORD
 
 error, note = partial(Finding, level="error"), partial(Finding, level="note")
 Findings = Iterator[Finding]
@@ -207,7 +207,7 @@ def edited(facts: Facts) -> Findings:
 def other_target(facts: Facts) -> Findings:
     """The target of training against the one that is served."""
     trained = facts.record.get("target")
-    if trained and (facts.target.folder / RECORD).is_file() and trained != target_hash(facts.target.folder):
+    if trained and (facts.target.folder / TARGET_RECORD).is_file() and trained != target_hash(facts.target.folder):
         yield error(
             "other-target",
             found="redraft.json names another target than this folder",

@@ -7,8 +7,12 @@ Aux layers are written down as *inputs of layers*: state `i` is the residual str
 from pathlib import Path
 from typing import Any
 
-from redraft.frame.errors import RedraftError
-from redraft.target.hf import offline_transformers
+from redraft.frame.errors import RedraftError, some
+from redraft.frame.files import read_object
+from redraft.target.hf import asking_transformers, offline_transformers
+
+TIED = "tie_word_embeddings"
+_NESTED = ("text_config", "llm_config", "language_config")
 
 
 def default_aux_layers(layers: int) -> tuple[int, int, int]:
@@ -29,10 +33,58 @@ def default_aux_layers(layers: int) -> tuple[int, int, int]:
 
 
 def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The transformers configuration in `folder`; nested text configurations are left in place."""
-    if not (folder / "config.json").is_file():
-        raise RedraftError("The target folder has no config.json.", where=folder, fix="rerun the target stage")
-    return offline_transformers().AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    """The transformers configuration in `folder`; nested text configurations are left in place.
+
+    Raises:
+        RedraftError: no config.json, no JSON object, a model that transformers does not know, or code that fails.
+    """
+    fields = _fields(folder)
+    if not fields.get("model_type"):
+        raise RedraftError(
+            "config.json does not name the model.",
+            where=folder / "config.json",
+            expected="model_type",
+            found=some(sorted(fields)),
+            fix="give a folder as save_pretrained of transformers writes it",
+        )
+    with asking_transformers("target's configuration", folder, trust_remote_code):
+        return offline_transformers().AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+
+def require_served(folder: Path) -> None:
+    """Refuse a drafter in place of a target.
+
+    Raises:
+        RedraftError: naming what tells.
+    """
+    fields = _fields(folder)
+    architectures = fields.get("architectures") or []
+    tells = [f"architectures {architectures}"] if "eagle" in str(architectures).lower() else []
+    tells += [name for name in ("draft_vocab_size", "eagle_config", "speculators_config") if name in fields]
+    if tells:
+        raise RedraftError(
+            "target.source is a drafter, not the model that is served.",
+            where=folder,
+            expected="the model that the drafter drafts for",
+            found=some(tells),
+            fix="name the served model in target.source, and this folder in donor.source",
+        )
+
+
+def tie_flags(folder: Path) -> dict[str, bool]:
+    """What config.json says of tying the head to the embedding, by the place where it stands."""
+    fields = _fields(folder)
+    parts = {"": fields, **{f"{name}.": fields[name] for name in _NESTED if isinstance(fields.get(name), dict)}}
+    return {f"{place}{TIED}": bool(part[TIED]) for place, part in parts.items() if part.get(TIED) is not None}
+
+
+def _fields(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise RedraftError(
+            "The target's folder has no config.json.", where=folder, fix="give the model's folder as target.source"
+        )
+    return read_object(path)
 
 
 def aux_layers_of(config: Any, chosen: tuple[int, ...] | None = None) -> tuple[int, ...]:

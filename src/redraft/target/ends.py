@@ -2,15 +2,23 @@
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
+import torch
 from torch import Tensor
 
-from redraft.frame.errors import RedraftError
-from redraft.target.config import read_config
-from redraft.target.sources import RECORD, weights_folder
+from redraft.frame.errors import RedraftError, some
+from redraft.frame.files import open_tensors, read_text
+from redraft.target.config import TIED, read_config, tie_flags
+from redraft.target.folder import contents, weights_folder
+from redraft.target.weights import tensor_files
+
+EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_ROWS = 8192
+"""Rows that are compared at once."""
 
 
 @dataclass
@@ -20,98 +28,143 @@ class Ends:
     embed: Tensor
     """Token embedding, [V, H]."""
     head: Tensor
-    """Language model head, [V, H]; the same tensor as `embed` if tied."""
+    """Language model head, [V, H]; the same tensor as `embed` if there is no other and the configuration ties them."""
     norm: Tensor
     """Weight of the final norm, [H]."""
 
 
 def read_ends(folder: Path) -> Ends:
-    """Read embedding, head and final norm from the safetensors files of a target folder; opens only their shards.
+    """Embedding, head and final norm of a target folder, mapped from the safetensors files.
 
     Raises:
-        RedraftError: no safetensors, a shard of the index is absent, no or several candidates for a tensor, or a
-            missing head although the configuration does not tie it.
+        RedraftError: no or several candidates for a tensor, one that is quantised or has other parts beside it, a head
+            that is missing although the configuration does not tie it, or another one although it does; see also
+            `weights_folder` and `weight_files`.
     """
     weights = weights_folder(folder)
-    shards = _shards(weights)
-    embed_key = _only(shards, "embed_tokens.weight", weights)
-    stem = embed_key.removesuffix("embed_tokens.weight")
-    embed = _read(weights, shards, embed_key)
-    if any(key.endswith("lm_head.weight") for key in shards):
-        head = _read(weights, shards, _only(shards, "lm_head.weight", weights))
+    files = tensor_files(weights)
+    _require_plain(files, weights)
+    embed_key = _only(files, EMBED, weights)
+    embed = _read(files, embed_key, weights)
+    if any(_named(key, HEAD) for key in files):
+        head = _read(files, _only(files, HEAD, weights), weights)
+        if embed.shape != head.shape:
+            raise RedraftError(
+                "Embedding and head of the target do not agree.",
+                where=weights,
+                expected="one shape",
+                found=f"embedding {list(embed.shape)}, head {list(head.shape)}",
+            )
+        _require_untied(folder, embed, head)
     elif _tied(folder):
         head = embed
     else:
         raise RedraftError(
             "The target has no head.",
             where=weights,
-            expected="a tensor that ends in lm_head.weight, or tie_word_embeddings: true",
-            found="neither",
+            expected=f"a tensor that ends in {HEAD}, or {TIED}: true wherever config.json names it",
+            found=f"neither; {_told(tie_flags(folder))}",
         )
-    if embed.shape != head.shape:
-        raise RedraftError(
-            "Embedding and head of the target do not agree.",
-            where=weights,
-            expected="one shape",
-            found=f"embedding {list(embed.shape)}, head {list(head.shape)}",
-        )
-    return Ends(embed, head, _read(weights, shards, f"{stem}norm.weight"))
+    return Ends(embed, head, _read(files, f"{embed_key.removesuffix(EMBED)}norm.weight", weights))
 
 
 def target_hash(folder: Path) -> str:
-    """Identity of a target without reading its terabyte: source, configuration, file sizes and final norm."""
-    record = json.loads((folder / RECORD).read_text())
-    record = {name: record[name] for name in ("source", "revision")}
-    sizes = sorted((file.name, file.stat().st_size) for file in weights_folder(folder).glob("*.safetensors"))
-    norm = read_ends(folder).norm.float().numpy().tobytes()
-    identity = [record, (folder / "config.json").read_text(), sizes, hashlib.sha256(norm).hexdigest()]
+    """Identity of a target without reading its terabyte: configuration and contents, wherever they lie."""
+    identity = [read_text(folder / "config.json"), contents(weights_folder(folder))]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
+def same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same values, `other` in the dtype and on the device of `one`, by blocks of rows."""
+    return one.shape == other.shape and all(
+        torch.equal(mine, its.to(mine)) for mine, its in zip(one.split(_ROWS), other.split(_ROWS), strict=True)
+    )
+
+
 def _tied(folder: Path) -> bool:
-    """Whether the configuration ties the head to the embedding; asks transformers only for a default."""
-    fields = json.loads((folder / "config.json").read_text())
-    flags = [
-        part["tie_word_embeddings"]
-        for part in (fields, fields.get("text_config") or {})
-        if "tie_word_embeddings" in part
-    ]
-    return any(flags) if flags else bool(read_config(folder).get_text_config().tie_word_embeddings)
+    """Whether files without a head mean the embedding; asks transformers where config.json does not tell."""
+    flags = tie_flags(folder)
+    if flags and len(set(flags.values())) == 1:
+        return all(flags.values())
+    config = read_config(folder)
+    return bool(getattr(config if flags else config.get_text_config(), TIED, False))
 
 
-def _shards(weights: Path) -> dict[str, str]:
-    """Tensor name to file name, from the index or from the one file."""
-    index = weights / "model.safetensors.index.json"
-    if index.is_file():
-        return json.loads(index.read_text())["weight_map"]
-    single = weights / "model.safetensors"
-    if not single.is_file():
+def _require_untied(folder: Path, embed: Tensor, head: Tensor) -> None:
+    """Refuse a head of its own where the configuration ties it: transformers would take it, a server would not."""
+    flags = tie_flags(folder)
+    if (flags and not any(flags.values())) or same(embed, head):
+        return
+    if not flags:
+        with suppress(RedraftError):  # a model of its own code ties nothing that it does not say
+            if read_config(folder).get_text_config().tie_word_embeddings:
+                flags = {f"{TIED}, by default of this model": True}
+    if any(flags.values()):
         raise RedraftError(
-            "The target has no safetensors weights.",
-            where=weights,
-            expected="model.safetensors or model.safetensors.index.json",
-            found=sorted(file.name for file in weights.iterdir())[:10],
+            "The target's configuration ties the head to the embedding, and the files hold another head.",
+            where=folder / "config.json",
+            expected=f"{HEAD} equal to {EMBED}, or not there",
+            found=f"{_told(flags)}; {HEAD} differs from {EMBED}",
+            cause="a tied model was fine-tuned with a head of its own: a server ignores that, transformers does not",
+            fix=f"set {TIED} to false wherever config.json names it, to serve the head that the files hold; or remove "
+            f"{HEAD} from them, to serve the embedding",
         )
-    with safe_open(single, "pt") as file:
-        return dict.fromkeys(file.keys(), single.name)
 
 
-def _only(shards: dict[str, str], suffix: str, weights: Path) -> str:
+def _told(flags: dict[str, bool]) -> str:
+    return some([f"{place}: {str(value).lower()}" for place, value in flags.items()]) or f"no {TIED} in config.json"
+
+
+def _named(key: str, suffix: str) -> bool:
     # a layer of its own for multi-token prediction has an embedding too
-    found = [key for key in shards if f".{key}".endswith(f".{suffix}") and ".layers." not in f".{key}"]
+    return f".{key}".endswith(f".{suffix}") and ".layers." not in f".{key}"
+
+
+def _only(files: dict[str, Path], suffix: str, weights: Path) -> str:
+    found = [key for key in files if _named(key, suffix)]
     if len(found) != 1:
         raise RedraftError(
             "A tensor of the target cannot be told." if found else "A tensor of the target is missing.",
             where=weights,
             expected=f"one name that ends in {suffix}",
-            found=found or sorted(shards)[:5],
+            found=some(found or sorted(files)),
         )
     return found[0]
 
 
-def _read(weights: Path, shards: dict[str, str], key: str) -> Tensor:
-    path = weights / shards.get(key, "")
-    if key not in shards or not path.is_file():
-        raise RedraftError("A tensor of the target is missing.", where=weights, expected=key, found=f"no {path.name}")
-    with safe_open(path, "pt") as file:
+def _require_plain(files: dict[str, Path], weights: Path) -> None:
+    """Refuse other parts of embedding or head: a bias, scales, packed bits."""
+    stems = ("embed_tokens.", "lm_head.")
+    beside = [
+        key
+        for key in files
+        if any(f".{stem}" in f".{key}" for stem in stems)
+        and ".layers." not in f".{key}"
+        and not key.endswith((EMBED, HEAD))
+    ]
+    if beside:
+        raise RedraftError(
+            "The target's embedding or head is more than a matrix.",
+            where=weights,
+            expected=f"{EMBED} and {HEAD} alone",
+            found=some(beside),
+            cause="a bias, or a quantised matrix with its scales: redraft does not compute that",
+            fix="serve a model whose embedding and head are plain; the layers between may be quantised",
+        )
+
+
+def _read(files: dict[str, Path], key: str, weights: Path) -> Tensor:
+    if key not in files:
+        raise RedraftError("A tensor of the target is missing.", where=weights, expected=key, found=some(sorted(files)))
+    with open_tensors(files[key]) as file:
+        kind = file.get_slice(key).get_dtype()
+        if kind not in _FLOATS:
+            raise RedraftError(
+                "A tensor of the target cannot be read as numbers.",
+                where=f"{files[key]}: {key}",
+                expected=f"one of {', '.join(sorted(_FLOATS))}",
+                found=kind,
+                cause="it is quantised, and its numbers mean something only with their scales",
+                fix="serve a model whose embedding and head are plain; the layers between may be quantised",
+            )
         return file.get_tensor(key)

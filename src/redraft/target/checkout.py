@@ -1,0 +1,71 @@
+"""The local folder of a model or a drafter: a folder, or a snapshot of a hub id."""
+
+from pathlib import Path
+
+from redraft.frame.errors import RedraftError
+
+DRAFTER_FILES = ("*.safetensors", "*.bin")
+NOT_WEIGHTS = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.txt", "*.py", "tiktoken*")
+_UNREAD = ("*/*.safetensors", "*/*.bin", "consolidated*")
+"""Weights in formats of their own (`original/`, Mistral's), which no reader takes."""
+
+
+def checkout(source: str, revision: str | None, weights: tuple[str, ...] = ("*.safetensors",)) -> Path:
+    """The local folder of `source`: itself if it exists, else a snapshot of the hub id at `revision`.
+
+    `ORG/NAME@COMMIT` names both at once; `weights` are the patterns of weight files to fetch.
+
+    Raises:
+        RedraftError: neither a folder nor a hub id, a revision of a folder, or the hub cannot be reached.
+    """
+    folder = _expanded(source)
+    if folder.is_dir():
+        if revision is not None:
+            raise RedraftError(
+                "A revision has no effect beside a folder.",
+                where=f"revision: {revision}, beside {source}",
+                fix="remove it from the profile, or name the hub id",
+            )
+        return folder
+    name, _, commit = source.partition("@")
+    if folder.is_absolute() or source.startswith(".") or name.count("/") != 1 or folder.exists():
+        raise RedraftError(
+            "The source is neither a folder nor a hub id.",
+            where=source,
+            expected="an existing folder, or ORG/NAME of the hub",
+            found=f"{folder.absolute()} is {'a file' if folder.exists() else 'not there'}",
+            fix="check the path; with `dvc exp run --temp` give an absolute one",
+        )
+    if revision is not None and commit not in ("", revision):
+        raise RedraftError("Two revisions are named.", where=source, expected=commit, found=f"revision: {revision}")
+    if not (revision or commit):
+        raise RedraftError(
+            "A hub id needs a revision, so that a rerun gets the same bytes.",
+            where=source,
+            expected="a commit hash: `revision:` beside the source in the profile, ORG/NAME@COMMIT on a command line",
+            found="none",
+            fix=f"if a folder was meant: {folder.absolute()} is not there",
+        )
+    return _snapshot(name, revision or commit, weights)
+
+
+def _expanded(source: str) -> Path:
+    try:
+        return Path(source).expanduser()
+    except RuntimeError:  # ~name of a user who is not there
+        return Path(source)
+
+
+def _snapshot(name: str, revision: str, weights: tuple[str, ...]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = [*weights, *NOT_WEIGHTS]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=list(_UNREAD)))
+    except Exception as error:  # many kinds of failure (offline, gated, missing), one answer
+        raise RedraftError(
+            "The hub did not give the checkpoint.",
+            where=f"{name}@{revision}",
+            found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            fix="check the name, the network and HF_TOKEN, or give a local folder instead",
+        ) from error
