@@ -1,6 +1,7 @@
 """Small real things for tests: targets of real architectures made from a config, drafters, hidden states."""
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -35,6 +36,13 @@ SHAPE = {
     "eos_token_id": 0,
     "tie_word_embeddings": False,
 }
+
+
+def answers_to_signals() -> None:
+    """For `preexec_fn`: the child can be signalled, though a script in whose background we run has signals ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def llama(**changes: object) -> LlamaForCausalLM:
