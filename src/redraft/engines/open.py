@@ -1,7 +1,7 @@
 """Open engines by name."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,10 @@ def _lint(engine: SGLangEngine, drafter: Path) -> None:
     params = engine.params
     if params.url:
         told = engine.describe()
-        version, context, parallel = told.get("version"), told.get("context_length"), told.get("tp_size")
+        version, (context, parallel) = (
+            told.get("version"),
+            (_number(told, key) for key in ("context_length", "tp_size")),
+        )
         if version is None:
             print("warning: the server does not tell its version; the drafter's files are read as the newest one would")
     else:
@@ -102,6 +105,11 @@ def _lint(engine: SGLangEngine, drafter: Path) -> None:
     divided: dict[str, Any] = {"tp": parallel or 1} if "tp" in inspect.signature(lint).parameters else {}
     found = lint(drafter, engine.target, str(version or ".".join(map(str, NEWEST))), context=context, **divided)
     require_clean(found, drafter)
+
+
+def _number(told: Mapping[str, Any], name: str) -> int | None:
+    """What a server tells of itself, where it is a number: of a context that was not set it tells none."""
+    return told[name] if isinstance(told.get(name), int) else None
 
 
 def arms_of(config: Config) -> list[Arm]:
