@@ -5,9 +5,9 @@ from typing import Any
 
 from redraft.corpus.chat import load_tokenizer
 from redraft.corpus.corpus import read_corpus
-from redraft.drafter.checkpoint import read_parts
-from redraft.engines.alike import require_alike
+from redraft.drafter.checkpoint import read_parts, weights_sha256
 from redraft.engines.open import load_models, open_servers
+from redraft.engines.prompts import held_out, require_drafts
 from redraft.frame import atomic
 from redraft.frame.params import Config
 from redraft.frame.stage import Result, run
@@ -19,15 +19,13 @@ TARGET, DRAFTER, DONOR = Path("artifacts/target"), Path("artifacts/drafter"), Pa
 
 def main(config: Config) -> Result:
     params, steps, here = config.profile.probe, config.params.spec_steps, config.params.engine == "torch"
-    heldout = read_corpus(Path("artifacts/corpus/heldout.safetensors"))
-    prompts = [heldout.prompt(index) for index in range(min(params.prompts, len(heldout)))]
+    require_drafts(params.max_new_tokens, "probe")
+    prompts = held_out(read_corpus(Path("artifacts/corpus/heldout.safetensors")), params.prompts, "probe")
     models = load_models(config, TARGET, DRAFTER, "fp32") if here else None
     engines = models.engines((0, steps)) if models else open_servers(config, TARGET, DRAFTER, (0, steps))
     outputs = serve_both(engines, prompts, params.max_new_tokens, f"probe {config.params.engine}")
     described, parts = engines[steps].describe(), read_parts(DRAFTER, finite=False)
-    exact = described["dtype"] == "float32"
-    if config.profile.engine.url and 0 in engines and not here:
-        require_alike(engines[0].describe(), described)
+    exact = described.get("dtype") == "float32"
     if exact:  # in fewer bits a forward of several tokens may choose otherwise than one of one token
         require_lossless(outputs)
     served = engines[steps].acceptance().metrics()
@@ -41,7 +39,13 @@ def main(config: Config) -> Result:
             donor = read_parts(DONOR, finite=False).mapping
             metrics["parity"] = hold_against_models(outputs, steps, models, donor, here=here, exact=exact)
     require_acceptance(served["accept_length"], params.min_accept_length)
-    metrics |= {"engine": described, "mapping": parts.mapping.hash, **trained_length(outputs, parts.record)}
+    metrics |= {
+        "asked": {"prompts": params.prompts, "max_new_tokens": params.max_new_tokens},
+        "engine": described,
+        "mapping": parts.mapping.hash,
+        "drafter": weights_sha256(DRAFTER),
+        **trained_length(outputs, parts.record),
+    }
     if here and params.bf16_prompts:
         rounded = load_models(config, TARGET, DRAFTER, "bf16").engines((0, steps))
         fast = serve_both(rounded, prompts[: params.bf16_prompts], params.max_new_tokens, "probe bf16")

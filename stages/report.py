@@ -1,22 +1,27 @@
 """report: one page with the verdict."""
 
 import json
+import os
 from pathlib import Path
 
 from redraft.frame import atomic
 from redraft.frame.curves import read_curve
 from redraft.frame.params import Config
 from redraft.frame.stage import Result, run
+from redraft.report.bench import read_bench
 from redraft.report.page import PLOTTED, STAGES, draw, page
 
 
 def main(config: Config) -> Result:
     metrics = {stage: json.loads(Path(f"metrics/{stage}.json").read_text()) for stage in STAGES}
+    metrics["bench"] = read_bench(Path("metrics/bench.json"))
     curves = {name: read_curve(Path(f"plots/{name}.csv")) for name in PLOTTED}
     with atomic.folder("report") as folder:
         draw(folder, metrics, curves)
-    atomic.write_text("report.md", page(config.params, metrics))
-    print(f"{metrics['bench']['verdict']}\nreport: {Path('report.md').resolve()}")
+    text = page(config.params, metrics)
+    atomic.write_text("report.md", text)
+    here = Path(os.environ.get("DVC_ROOT", ".")).resolve() == Path.cwd()  # else a temporary run: the file will be gone
+    print(f"{text.splitlines()[0].strip('*')}\nreport: report.md{'' if here else ', once the experiment is applied'}")
     return Result()
 
 

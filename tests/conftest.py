@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -38,6 +39,13 @@ SHAPE = {
     "eos_token_id": 0,
     "tie_word_embeddings": False,
 }
+
+
+def answers_to_signals() -> None:
+    """For `preexec_fn`: the child can be signalled, though a script in whose background we run has signals ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def llama(**changes: object) -> LlamaForCausalLM:

@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_sglang import FAKE, params
 
-from redraft.bench.figures import arm_figures, drift, invalid, ratio
-from redraft.bench.load import AGAIN, Block, blocks_of, measure
+from redraft.acceptance import Steps
+from redraft.bench.figures import arm_figures, cycle_figures, drift, invalid, ratio
+from redraft.bench.load import Block, Plan, blocks_of, measure
 from redraft.bench.machine import machine, require_same
 from redraft.bench.verdict import summary
 from redraft.cli import main
 from redraft.engines.alike import require_alike
-from redraft.engines.arm import PLAIN
+from redraft.engines.arm import AGAIN, PLAIN, Arm, chain
 from redraft.engines.engine import Generation, serving
 from redraft.engines.open import open_arms
 from redraft.engines.sglang import SGLangEngine
@@ -29,17 +30,19 @@ from redraft.probe.probe import serve_both
 TOKENS = 20
 
 
-def arms(folder: Path) -> dict[str, SGLangEngine]:
+def arms(folder: Path) -> dict[Arm, SGLangEngine]:
     target, drafter = folder / "target", folder / "drafter"
     target.mkdir()
     drafter.mkdir()
     return {
-        name: SGLangEngine(params(), target, drafter if steps else None, steps, frozenset([2]), 64, folder / "logs")
-        for name, steps in ((PLAIN, 0), ("3", 3))
+        chain(steps): SGLangEngine(
+            params(), target, drafter if steps else None, steps, frozenset([2]), 64, folder / "logs"
+        )
+        for steps in (0, 3)
     }
 
 
-slowest: dict[tuple[int, str], float] = {}
+slowest: dict[tuple[int, Arm], float] = {}
 """Of the last bench, by level and arm, s to the first token."""
 
 
@@ -56,17 +59,19 @@ def bench(
         monkeypatch.setenv(name, value)
     engines, told = arms(folder), list[str]()
     asked = [[10 * number, number] for number in range(prompts)]
-    found = measure(engines, asked, TOKENS, levels, together=together, told=told.append)
+    found = measure(engines, Plan.of(asked, TOKENS, levels), together=together, told=told.append)
     assert "answers of at most 20 tokens" in told[0]
+    assert "at the pace of the first answers about" in told[1]
+    assert len(told) == 2
     slowest.clear()
     slowest.update(
         {
-            (level, name): max(answer.first_token_seconds for block in blocks for answer in block.answers)
+            (level, arm): max(answer.first_token_seconds for block in blocks for answer in block.answers)
             for level, series in found.items()
-            for name, blocks in series.items()
+            for arm, blocks in series.items()
         }
     )
-    return summary(found, {name: engine.spec_steps for name, engine in engines.items()}, TOKENS, {})
+    return summary(found, TOKENS, {})
 
 
 def test_the_faster_arm_ships_and_the_slower_one_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +85,7 @@ def test_the_faster_arm_ships_and_the_slower_one_does_not(tmp_path: Path, monkey
     assert slow["word"].startswith("no: needs accept length")
     assert slow["rows"]["3"]["ratio"] == pytest.approx(0.8, abs=0.12)
     assert slow["rows"]["3"]["break_even"] == pytest.approx(2.5, abs=0.2)
-    assert slow["rows"]["3"]["needed_cycle_ms"] == pytest.approx(2 * slow["rows"][PLAIN]["step_ms"], rel=0.1)
+    assert slow["rows"]["3"]["needed_cycle_ms"] == pytest.approx(2 * slow["rows"]["plain"]["step_ms"], rel=0.1)
 
 
 def test_arms_that_live_at_once_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +96,7 @@ def test_arms_that_live_at_once_take_turns(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_slow_first_answer_of_every_level_is_not_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = bench(tmp_path, monkeypatch, "slow first", levels=(1, 2), prompts=24)
-    assert set(slowest) == {(level, name) for level in (1, 2) for name in (PLAIN, "3", AGAIN)}
+    assert set(slowest) == {(level, name) for level in (1, 2) for name in (PLAIN, chain(3), AGAIN)}
     assert max(slowest.values()) < 1.0
     assert all(level["word"] != "invalid" for level in found["levels"].values())
 
@@ -128,7 +133,7 @@ def test_a_level_that_cannot_be_believed_is_invalid(
 def test_more_clients_answer_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = bench(tmp_path, monkeypatch, levels=(1, 4), prompts=16)
     assert found["levels"]["4"]["word"] != "invalid"
-    rates = {level: told["rows"][PLAIN]["tokens_per_second"] for level, told in found["levels"].items()}
+    rates = {level: told["rows"]["plain"]["tokens_per_second"] for level, told in found["levels"].items()}
     assert rates["4"] > 2 * rates["1"]
 
 
@@ -146,10 +151,8 @@ def test_a_concurrency_needs_prompts_for_all_its_clients() -> None:
 
 
 def answer(tokens: int, seconds: float, steps: int = 0, cached: int = 0) -> Generation:
-    accepted = [1] * steps
-    return Generation(
-        list(range(tokens)), seconds, 0.1, "length", accepted, steps, steps, prompt_tokens=10, cached_tokens=cached
-    )
+    counted = Steps.in_turn([1] * steps, 3)
+    return Generation(list(range(tokens)), seconds, 0.1, "length", counted, prompt_tokens=10, cached_tokens=cached)
 
 
 rates = st.lists(st.floats(0.5, 2.0), min_size=3, max_size=12)
@@ -160,9 +163,9 @@ def test_a_constant_ratio_has_no_spread(seconds: list[float], factor: float) -> 
     """Blocks of any speed: if every pair has one ratio, so has the interval, since blocks are resampled in pairs."""
     series = {
         PLAIN: [Block([answer(20, each)], each) for each in seconds],
-        "3": [Block([answer(20, each / factor, 9)], each / factor) for each in seconds],
+        chain(3): [Block([answer(20, each / factor, 9)], each / factor) for each in seconds],
     }
-    found = ratio(series, "3")
+    found = ratio(series, chain(3))
     assert found["ratio"] == pytest.approx(factor, abs=1e-3)
     assert found["ratio_low"] == pytest.approx(found["ratio_high"], abs=2e-3)
 
@@ -175,9 +178,9 @@ def test_the_interval_holds_the_true_ratio() -> None:
         noise = generator.lognormal(0, 0.1, size=(2, 12))
         series = {
             PLAIN: [Block([answer(20, 1.0)], each) for each in noise[0]],
-            "3": [Block([answer(20, 0.8, 9)], 0.8 * each) for each in noise[1]],
+            chain(3): [Block([answer(20, 0.8, 9)], 0.8 * each) for each in noise[1]],
         }
-        found = ratio(series, "3")
+        found = ratio(series, chain(3))
         held += found["ratio_low"] <= 1.25 <= found["ratio_high"]
     assert 170 <= held <= 200
 
@@ -186,15 +189,15 @@ def test_a_machine_that_drifts_widens_the_interval() -> None:
     def run(seconds: float) -> list[Block]:
         return [Block([answer(20, seconds)], seconds) for _ in range(4)]
 
-    series = {PLAIN: run(1.0), "3": [Block([answer(20, 0.95, 9)], 0.95)] * 4, AGAIN: run(0.9)}
-    found = ratio(series, "3")
+    series = {PLAIN: run(1.0), chain(3): [Block([answer(20, 0.95, 9)], 0.95)] * 4, AGAIN: run(0.9)}
+    found = ratio(series, chain(3))
     assert drift(series) == pytest.approx(0.1111, abs=1e-3)
     assert found["ratio_low"] < 1 < found["ratio_high"]
 
 
 def test_figures_of_an_arm() -> None:
     blocks = [Block([answer(11, 1.1, 5)], 1.2), Block([answer(21, 2.1, 10), answer(6, 0.6, 2)], 3.0)]
-    found = arm_figures(blocks, 3)
+    found = arm_figures(blocks) | cycle_figures(blocks, chain(3))
     assert found["tokens_per_second"] == pytest.approx(38 / 4.2, abs=1e-3)
     assert found["step_ms"] == pytest.approx(1000 * 3.5 / 35)
     assert found["cycle_ms"] == pytest.approx(1000 * 3.5 / 17, abs=1e-2)
@@ -209,15 +212,20 @@ def test_figures_of_an_arm() -> None:
 
 
 def report(folder: Path, name: str, **changes: Any) -> str:
-    row = {"tokens_per_second": 50.0, "ratio": 1.2}
+    plain, row = (
+        {**PLAIN.told(), "tokens_per_second": 40.0},
+        {**chain(3).told(), "tokens_per_second": 50.0, "ratio": 1.2},
+    )
     made: dict[str, Any] = {
-        "levels": {"1": {"rows": {"plain": {"tokens_per_second": 40.0}, "3": row}, "word": "ship"}},
+        "levels": {"1": {"rows": {"plain": plain, "3": row}, "word": "ship"}},
         "machine": machine(),
         "engine": {"engine": "torch", "torch": "2.13.0", "dtype": "bfloat16", "spec_steps": 0},
         "asked": {"prompts": 8, "max_new_tokens": 64},
+        "prompts": 8,
+        "target": "a6142d",
     }
     for key, value in changes.items():
-        made[key] = {**made[key], **value}
+        made[key] = {**made[key], **value} if isinstance(value, dict) else value
     (folder / name).write_text(json.dumps(made))
     return str(folder / name)
 
@@ -228,17 +236,24 @@ def test_benches_of_one_machine_and_engine_are_compared(
     one, two = (report(tmp_path, name) for name in ("a.json", "b.json"))
     monkeypatch.setattr(sys, "argv", ["redraft", "compare", one, two])
     main()
-    assert "1.00" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "| 1 | plain | 40.0 | 40.0 | 1.00 |" in out
+    assert "| 1 | 3 drafted | 50.0 | 50.0 | 1.00 |" in out
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"machine": {"host": "another"}}, "machine.host"),
-        ({"engine": {"engine": "sglang"}}, "engine.engine torch and sglang"),
-        ({"asked": {"prompts": 9}}, "asked"),
+        ({"machine": {"host": "another"}}, r"machine.host.*what to do: run both benches on one machine$"),
+        ({"engine": {"engine": "sglang"}}, r"engine.engine torch and sglang.*what to do: run both with one engine and"),
+        (
+            {"asked": {"prompts": 9}},
+            r"asked.prompts 8 and 9\n.*what to do: run both on one target, with the same bench",
+        ),
+        ({"prompts": 7}, r"prompts 8 and 7\n.*what to do: run both on one target.*as many held-out samples$"),
+        ({"target": "b"}, r"target a6142d and b\n.*what to do: run both on one target"),
     ],
-)
+)  # what to do: case C16 of the trial
 def test_benches_of_two_machines_or_engines_are_never_divided(
     changes: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,10 +301,11 @@ def test_launched_arms_are_chains_trees_and_other_drafters(project: Path, monkey
     donor = str(project / "artifacts/donor")
     found, together = opened(project, {}, {"spec_steps": (1, 3), "trees": ((3, 2, 5),), "compare": (donor,)})
     assert not together
-    assert list(found) == [PLAIN, "1", "3", "3x2x5", f"{donor} 3"]
-    assert (found["3x2x5"].params.topk, found["3x2x5"].draft_tokens) == (2, 5)
-    assert found[f"{donor} 3"].drafter == Path(donor)
-    assert found[PLAIN].drafter is None
+    assert [arm.key for arm in found] == ["plain", "1", "3", "3x2x5", f"{donor} 3"]
+    by_key = {arm.key: each for arm, each in found.items()}
+    assert (by_key["3x2x5"].params.topk, by_key["3x2x5"].draft_tokens) == (2, 5)
+    assert by_key[f"{donor} 3"].drafter == Path(donor)
+    assert by_key["plain"].drafter is None
     with pytest.raises(RedraftError, match="fewer requests at once"):
         opened(project, {"max_running": 2}, {"concurrency": (1, 4)})
 
@@ -298,7 +314,7 @@ def test_arms_of_the_engine_torch(project: Path) -> None:
     donor = str(project / "artifacts/donor")
     found, together = opened(project, {}, {"spec_steps": (2,), "compare": (donor,)}, engine="torch")
     assert together
-    assert {name: arm.spec_steps for name, arm in found.items()} == {PLAIN: 0, "2": 2, f"{donor} 3": 3}
+    assert {arm.key: each.spec_steps for arm, each in found.items()} == {"plain": 0, "2": 2, f"{donor} 3": 3}
     with pytest.raises(RedraftError, match="chains only"):
         opened(project, {}, {"trees": ((3, 2, 5),)}, engine="torch")
 
@@ -307,17 +323,18 @@ def test_joined_servers_are_linted_by_their_own_release(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
+    monkeypatch.setenv("FAKE_TOKEN_SECONDS", "0.002")
     launched = arms(tmp_path)
-    with serving(launched[PLAIN]) as plain, serving(launched["3"]) as speculative:
+    with serving(launched[PLAIN]) as plain, serving(launched[chain(3)]) as speculative:
         both = {"baseline_url": plain._base, "url": speculative._base}
         found, together = opened(project, both, {})
         assert together
-        assert list(found) == [PLAIN, "3"]
+        assert list(found) == [PLAIN, chain(3)]
         assert list(opened(project, {"baseline_url": plain._base}, {})[0]) == [PLAIN]
         only, _ = opened(project, {"url": speculative._base}, {})
-        assert list(only) == ["3"]
-        answers = measure(only, [[number] for number in range(4)], TOKENS, [1], together=True, told=lambda _: None)
-        alone = summary(answers, {"3": 3}, TOKENS, {})
+        assert list(only) == [chain(3)]
+        plan = Plan.of([[number] for number in range(4)], TOKENS, [1])
+        alone = summary(measure(only, plan, together=True, told=lambda _: None), TOKENS, {})
         assert alone["levels"]["1"]["word"] == "unclear: no ratio"
         assert "ratio" not in alone["levels"]["1"]["rows"]["3"]
         with pytest.raises(RedraftError, match="a server with speculation"):

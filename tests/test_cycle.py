@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from redraft.acceptance import length_of_shares
 from redraft.bench.cycle import (
     CycleTime,
-    accept_length,
     best_steps,
     break_even,
     needed_cycle,
@@ -16,6 +16,8 @@ from redraft.bench.cycle import (
     tokens_per_second,
 )
 from redraft.bench.verdict import Verdict, judge, overall, predictions, refusal
+from redraft.engines import arm
+from redraft.engines.arm import chain
 
 STEP, CYCLE = 1000 / 82, 30 / 0.97
 """82 tokens/s plain; the verify takes 30 ms, 97 % of a cycle."""
@@ -38,10 +40,10 @@ def test_it_pays_exactly_above_break_even(cycle: float, step: float, length: flo
 
 @given(shares, st.integers(1, 9))
 def test_accept_length_grows_with_drafts_and_stays_in_its_range(accepted: list[float], steps: int) -> None:
-    length = accept_length(accepted, steps)
+    length = length_of_shares(accepted, steps)
     assert 1 <= length <= steps + 1
     assert length == pytest.approx(1 + sum(accepted[:steps])) or steps > len(accepted)
-    assert accept_length(accepted, steps + 1) >= length
+    assert length_of_shares(accepted, steps + 1) >= length
 
 
 @given(positive, st.floats(0, 100), shares, positive)
@@ -63,7 +65,7 @@ def row(ratio: float, length: float, need: float, spread: float = 0.05) -> dict[
     }  # fmt: skip
 
 
-PLAIN = {"step_ms": 10.0, "tokens_per_second": 100.0}
+PLAIN = {"step_ms": 10.0, "tokens_per_second": 100.0, "first_token_ms": 5.0}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ PLAIN = {"step_ms": 10.0, "tokens_per_second": 100.0}
     ],
 )
 def test_a_verdict_has_its_word_and_what_to_do_next(given_row: dict[str, Any], word: str, action: str) -> None:
-    found = judge({"plain": PLAIN, "3": given_row}, [])
+    found = judge({arm.PLAIN: PLAIN, chain(3): given_row}, [])
     assert found.word == word
     assert action in found.action
     assert f"{given_row['ratio']:.2f} times" in found.reason
@@ -85,16 +87,16 @@ def test_a_verdict_has_its_word_and_what_to_do_next(given_row: dict[str, Any], w
 
 def test_fewer_drafts_are_advised_where_they_pay() -> None:
     """Drafts 2 and 3 are hardly ever right, and each costs as much as the first."""
-    rows = {"plain": PLAIN, "1": row(0.97, 1.6, 1.65), "3": row(0.7, 1.64, 2.4)}
-    rows["1"] |= {"accepted_at": [0.6], "cycle_ms": 14.0}
-    rows["3"] |= {"accepted_at": [0.6, 0.03, 0.01], "cycle_ms": 24.0}
-    rows["2"] = row(0.75, 1.63, 2.2) | {"accepted_at": [0.6, 0.03], "cycle_ms": 19.0}
-    del rows["1"]
+    rows = {
+        arm.PLAIN: PLAIN,
+        chain(2): row(0.75, 1.63, 2.2) | {"accepted_at": [0.6, 0.03], "cycle_ms": 19.0},
+        chain(3): row(0.7, 1.64, 2.4) | {"accepted_at": [0.6, 0.03, 0.01], "cycle_ms": 24.0},
+    }
     assert "try spec_steps: 1" in judge(rows, []).action
 
 
 def test_an_invalid_level_has_no_ratio_to_speak_of() -> None:
-    found = judge({"plain": PLAIN, "3": row(8.0, 2.0, 1.4)}, ["plain: 40% of the prompt tokens were cached"])
+    found = judge({arm.PLAIN: PLAIN, chain(3): row(8.0, 2.0, 1.4)}, ["plain: 40% of the prompt tokens were cached"])
     assert found.word == "invalid"
     assert "cached" in found.reason
 
@@ -103,7 +105,7 @@ def test_levels_are_told_apart_and_none_is_the_headline() -> None:
     """Case C22: 1.6, 1.1 and 0.8 at concurrency 1, 4 and 16."""
     ratios = {1: 1.6, 4: 1.1, 16: 0.8}
     verdicts = {
-        level: judge({"plain": PLAIN, "3": row(ratio, 2.0, 2.0 / ratio)}, []) for level, ratio in ratios.items()
+        level: judge({arm.PLAIN: PLAIN, chain(3): row(ratio, 2.0, 2.0 / ratio)}, []) for level, ratio in ratios.items()
     }
     assert overall(verdicts) == "ship at concurrency 1, 4; no: needs accept length ≥ 2.50 at concurrency 16"
     levels: dict[str, Any] = {
@@ -117,15 +119,15 @@ def test_levels_are_told_apart_and_none_is_the_headline() -> None:
 
 
 def test_every_number_of_drafts_is_predicted_from_the_others() -> None:
-    rows: dict[str, Any] = {"plain": PLAIN}
+    rows: dict[Any, Any] = {arm.PLAIN: PLAIN}
     accepted = [0.5, 0.25, 0.125]
     for steps in (1, 2, 3):
         length, cycle = 1 + sum(accepted[:steps]), 12.0 + 2 * steps
-        rows[str(steps)] = row(1, length, 1) | {
+        rows[chain(steps)] = row(1, length, 1) | {
             "accepted_at": accepted[:steps], "cycle_ms": cycle, "step_ms": cycle / length,
         }  # fmt: skip
     found = predictions(rows)
     assert set(found) == {"1", "2", "3"}
     assert all(abs(each["difference"]) < 1e-3 for each in found.values())
-    rows["2"]["step_ms"] *= 1.2  # what was measured, not what was predicted
+    rows[chain(2)]["step_ms"] *= 1.2  # what was measured, not what was predicted
     assert predictions(rows)["2"]["difference"] == pytest.approx(0.2, abs=1e-3)

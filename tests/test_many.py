@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import answers_to_signals
 from test_train import FIT
 
 from redraft.hidden.rows import HiddenStates
@@ -28,7 +29,9 @@ def start(
     out.with_suffix(".job").write_text(json.dumps(job | ({"die": die} if die else {})))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     command = [sys.executable, *launcher, str(TESTS / "ranks.py"), str(out.with_suffix(".job"))]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=240, preexec_fn=answers_to_signals
+    )
 
 
 def train(states: dict[str, HiddenStates], target: Path, out: Path, processes: int, **changes: Any) -> dict[str, Any]:
@@ -109,8 +112,9 @@ def test_a_terminated_launcher_saves_and_says_so(
     params = FIT.model_copy(update={"epochs": 3000, "save_steps": 20}).model_dump(mode="json")
     fields = {"manifest": str(manifest), "target": str(llama_folder), "out": str(tmp_path / "x"), "processes": 2}
     job.write_text(json.dumps({**fields, "params": params}))
-    script = f"import sys; sys.argv = ['{TESTS / 'ranks.py'}', '{job}']; from redraft.launch import launch; "
-    launcher = subprocess.Popen([sys.executable, "-c", script + "launch(2, 'torchrun')"], stderr=subprocess.PIPE)
+    script = f"import sys; sys.argv = ['{TESTS / 'ranks.py'}', '{job}']; from redraft.frame.launch import launch; "
+    command = [sys.executable, "-c", script + "launch(2, 'torchrun')"]
+    launcher = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=answers_to_signals)
     try:
         end = time.monotonic() + 120
         while not list(store.glob("*/*/step-*")):

@@ -10,7 +10,7 @@ from conftest import SHAPE, llama, save_target, some_checkpoint
 from test_step import literal_logits
 from transformers import MistralConfig, MistralForCausalLM
 
-from redraft.acceptance import Acceptance
+from redraft.acceptance import Acceptance, Steps
 from redraft.corpus.chat import load_tokenizer, stop_ids
 from redraft.engines.engine import Generation, Margin
 from redraft.engines.torch import TorchEngine
@@ -38,8 +38,8 @@ def test_greedy_output_is_the_targets_own(target: Target, steps: int) -> None:
         given = engine.generate(prompt, 30)
         assert given.ids == greedy_of_transformers(prompt, 30)
         assert given.finish == "length"
-        assert len(given.accepted) <= 29
-        assert all(0 <= number <= steps for number in given.accepted)
+        assert given.steps.verify <= 29
+        assert given.steps.order is None if not steps else all(0 <= each <= steps for each in given.steps.order or ())
 
 
 def test_the_engine_drafts_what_the_formulas_say(target: Target) -> None:
@@ -57,14 +57,15 @@ def test_the_engine_drafts_what_the_formulas_say(target: Target) -> None:
     aux = target.aux(captured)[0]
     at = len(prompt) - 1
     ids = checkpoint.mapping.ids
-    for number, drafts in enumerate(drafted[: len(given.accepted)]):
+    accepted = given.steps.order or []
+    for number, drafts in enumerate(drafted[: len(accepted)]):
         own: list[int] = []
         for k in range(3):
             logits = literal_logits(checkpoint, [*known[: at + 2], *own, 0], aux, target.embed, at, k + 1)[k]
             own.append(int(ids[int(logits.argmax())]))
         assert drafts == own
         right = next((k for k in range(3) if own[k] != known[at + 2 + k]), 3)
-        assert given.accepted[number] == right
+        assert accepted[number] == right
         at += right + 1
 
 
@@ -77,7 +78,8 @@ def test_an_answer_ends_at_the_stop_token_and_the_cut_round_is_left_out(target: 
         given = engine.generate(PROMPTS[0], 30)
         assert given.ids == plain[: end + 1]
         assert given.finish == "stop"
-        assert sum(given.accepted) + len(given.accepted) <= end
+        whole = given.steps.order or []
+        assert sum(whole) + len(whole) <= end
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,8 @@ def test_a_round_that_the_answers_end_cuts_is_not_counted(
         engine._draft = lambda _states, _fed, start, _memory: plain[start + len(_fed) - len(prompt) + 1 :][:3]  # type: ignore[method-assign]
         given = engine.generate(prompt, limit)
         assert given.ids == plain[:room]
-        assert (given.accepted, given.verify_steps) == (accepted, rounds)
+        assert (given.steps.order, given.steps.verify) == (accepted, rounds)
+        assert sum(given.steps.histogram or ()) == rounds
         assert sum(engine.acceptance().histogram) == len(accepted)
 
 
@@ -139,7 +142,7 @@ class Scripted:
     def acceptance(self) -> Acceptance:
         counted = Acceptance(self.spec_steps)
         for answer in self.answers:
-            counted.add(answer.accepted)
+            counted.add(answer.steps)
         return counted
 
 
@@ -151,7 +154,7 @@ def compared(plain: Scripted, speculative: Scripted) -> Comparison:
 
 
 def answer(ids: list[int], seconds: float = 1.0, first: float = 0.1, accepted: Sequence[int] = ()) -> Generation:
-    return Generation(ids, seconds, first, "length", list(accepted), len(accepted))
+    return Generation(ids, seconds, first, "length", Steps.in_turn(accepted, 2))
 
 
 def test_a_near_tie_is_counted_and_any_other_difference_fails() -> None:

@@ -131,8 +131,8 @@ def test_a_chain_is_served_as_it_is_computed(family: str, request: pytest.Fixtur
     assert served.compared(answers).equal == len(served.prompts)
     own = answer(served.models.engines([STEPS])[STEPS], served.prompts, TOKENS, "torch")
     assert [given.ids for given in answers] == [given.ids for given in own]
-    assert [(g.verify_steps, g.right) for g in answers] == [(g.verify_steps, g.right) for g in own]
-    assert [given.accepted for given in answers] == [sorted(given.every_step()) for given in own]
+    assert [(g.steps.verify, g.steps.right) for g in answers] == [(g.steps.verify, g.steps.right) for g in own]
+    assert [given.steps.histogram for given in answers] == [given.steps.histogram for given in own]
     found = engine.acceptance().metrics()
     assert 1.05 < found["accept_length"] < 4
     parity = served.held(answers)
@@ -147,7 +147,7 @@ def test_a_tree_is_lossless_and_accepts_no_less(llama: Served) -> None:
     answers = llama.answers(engine)
     assert llama.compared(answers).equal == len(llama.prompts)
     assert engine.describe()["speculative_num_draft_tokens"] == 8
-    least = 1 + sum(given.right for given in chain) / sum(given.verify_steps for given in chain)
+    least = 1 + sum(given.steps.right for given in chain) / sum(given.steps.verify for given in chain)
     assert engine.acceptance().metrics()["accept_length"] >= least
 
 

@@ -73,7 +73,7 @@ def test_vllm_accepts_what_the_engine_torch_accepts(tmp_path: Path) -> None:
     for limit in LIMITS:
         ids, steps, right = zip(*served[limit], strict=True)
         assert list(ids) == [given.ids for given in wanted[limit]]
-        mine = sum(given.verify_steps for given in wanted[limit]), sum(given.right for given in wanted[limit])
+        mine = sum(given.steps.verify for given in wanted[limit]), sum(given.steps.right for given in wanted[limit])
         lengths = 1 + sum(right) / sum(steps), 1 + mine[1] / mine[0]
         print(f"\n{limit} tokens: vLLM {lengths[0]:.4f} over {sum(steps)} steps, torch {lengths[1]:.4f} over {mine[0]}")
         assert lengths[0] == pytest.approx(lengths[1], rel=0.02)

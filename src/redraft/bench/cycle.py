@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from redraft.acceptance import length_of_shares
+
 
 def break_even(cycle_ms: float, step_ms: float) -> float:
     """The accept length at which a cycle of `cycle_ms` costs what plain decoding of as many tokens does."""
@@ -28,19 +30,6 @@ def needed_cycle(accept_length: float, step_ms: float) -> float:
     return accept_length * step_ms
 
 
-def accept_length(accepted_at: Sequence[float], spec_steps: int) -> float:
-    """Accept length with `spec_steps` drafts, from the share of verify steps that accepted at least k drafts, k from 1.
-
-    The share at position k does not depend on how many drafts follow it. Past the last position known, each further one
-    keeps the last ratio of two neighbours.
-    """
-    shares = list(accepted_at[:spec_steps])
-    ratio = shares[-1] / shares[-2] if len(shares) > 1 and shares[-2] else (shares[-1] if shares else 0.0)
-    while len(shares) < spec_steps:
-        shares.append(shares[-1] * ratio if shares else 0.0)
-    return 1 + sum(shares)
-
-
 @dataclass(frozen=True)
 class CycleTime:
     """t(K) = fixed + per_step * K, ms: one verify forward, and a further drafted and verified token."""
@@ -50,10 +39,13 @@ class CycleTime:
 
     @classmethod
     def fit(cls, measured: Mapping[int, float]) -> "CycleTime":
-        """Least squares over cycle times by number of draft steps, at least two of them."""
-        slope, fixed = np.polyfit(list(measured), list(measured.values()), 1)
+        """Least squares over cycle times by number of draft steps, at least two of them; no part is below 0."""
+        steps, times = np.array(list(measured)), np.array(list(measured.values()))
+        slope, fixed = np.polyfit(steps, times, 1)
         if slope < 0:  # noise: no draft is free
-            return cls(float(np.mean(list(measured.values()))), 0.0)
+            return cls(float(times.mean()), 0.0)
+        if fixed < 0:  # nor is a verify
+            return cls(0.0, float((steps @ times) / (steps @ steps)))
         return cls(float(fixed), float(slope))
 
     def at(self, spec_steps: int) -> float:
@@ -75,7 +67,7 @@ class Prediction:
 
 def predict(accepted_at: Sequence[float], time: CycleTime, step_ms: float, spec_steps: int) -> Prediction:
     """Predict decoding with `spec_steps` drafts."""
-    length, cycle = accept_length(accepted_at, spec_steps), time.at(spec_steps)
+    length, cycle = length_of_shares(accepted_at, spec_steps), time.at(spec_steps)
     return Prediction(spec_steps, length, cycle, tokens_per_second(length, cycle), length / break_even(cycle, step_ms))
 
 

@@ -1,8 +1,7 @@
 """Load: the same prompts for every arm of a bench, in blocks, by a fixed number of clients that wait for each answer.
 
-An arm is an engine: the target alone (`plain`), or with a drafter and a number of drafts. Where all arms can live at
-once they take turns block by block; servers that need the machine for themselves run one after the other, the plain one
-again at the end (A-B-A), so that a drift of the machine shows.
+Where all arms can live at once they take turns block by block; servers that need the machine for themselves run one
+after the other, the plain one again at the end (A-B-A), so that a drift of the machine shows.
 """
 
 import time
@@ -11,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from redraft.engines.arm import PLAIN
+from redraft.engines.arm import AGAIN, PLAIN, Arm
 from redraft.engines.engine import Engine, Generation, serving
+from redraft.engines.prompts import require_drafts
 from redraft.frame.errors import RedraftError
 from redraft.frame.progress import counter
 
-AGAIN = "plain again"
 WARM_UP_TOKENS = 8
 LEAST_BLOCKS, GOOD_BLOCKS = 3, 8
 
@@ -34,8 +33,30 @@ class Block:
     """What tells the server from another; see `Engine.fingerprint`."""
 
 
-Series = dict[str, list[Block]]
+Series = dict[Arm, list[Block]]
 """Blocks of every arm, the same prompts at the same place."""
+_Run = Callable[[Arm, Engine, int, Sequence[list[int]]], None]
+"""Measures one block of an arm at a concurrency."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every arm is asked."""
+
+    blocks: dict[int, list[Sequence[list[int]]]]
+    """By concurrency, prompts in blocks."""
+    max_new_tokens: int
+    """Of each answer."""
+
+    @classmethod
+    def of(cls, prompts: Sequence[list[int]], max_new_tokens: int, levels: Sequence[int]) -> "Plan":
+        """The same prompts at every concurrency of `levels`.
+
+        Raises:
+            RedraftError: too few prompts, or answers too short to measure anything.
+        """
+        require_drafts(max_new_tokens, "bench")
+        return cls({level: blocks_of(prompts, level) for level in levels}, max_new_tokens)
 
 
 def blocks_of(prompts: Sequence[list[int]], concurrency: int) -> list[Sequence[list[int]]]:
@@ -93,29 +114,22 @@ def run_block(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int,
     return Block(answers, seconds, [error.what for error in errors], engine.fingerprint())
 
 
-def warm_up(engine: Engine, prompts: Sequence[list[int]], concurrency: int) -> None:
+def warm_up(engine: Engine, parts: Sequence[Sequence[list[int]]], concurrency: int) -> None:
     """Pay the costs of a first use at this concurrency, unscored: two short answers a client."""
+    prompts = [prompt for part in parts for prompt in part]
     run_block(engine, [prompts[at % len(prompts)] for at in range(2 * concurrency)], WARM_UP_TOKENS, concurrency)
 
 
 def measure(
-    arms: Mapping[str, Engine],
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    levels: Sequence[int],
-    *,
-    together: bool,
-    told: Callable[[str], None] = print,
+    arms: Mapping[Arm, Engine], plan: Plan, *, together: bool, told: Callable[[str], None] = print
 ) -> dict[int, Series]:
     """Measure every arm at every concurrency.
 
     Args:
-        arms: engines by name, not started, `PLAIN` first if it is there.
-        prompts: token ids.
-        max_new_tokens: of each answer.
-        levels: concurrencies.
+        arms: engines, not started, `PLAIN` first if it is there.
+        plan: what they are asked.
         together: all arms can live at once.
-        told: is told the cost beforehand.
+        told: is told the cost beforehand, and the time that it will take once the first block was answered.
 
     Returns:
         Blocks by concurrency and arm; apart and with `PLAIN`, also its second run as `AGAIN`.
@@ -123,53 +137,66 @@ def measure(
     Raises:
         RedraftError: an engine that dies, or answers nothing at all.
     """
-    parts = {level: blocks_of(prompts, level) for level in levels}
-    order = list(arms)
-    if not together and PLAIN in arms:
-        order.append(AGAIN)
-    answers = len(order) * sum(len(block) for level in levels for block in parts[level])
+    order = [*arms, *([AGAIN] if PLAIN in arms and not together else [])]
+    found: dict[int, Series] = {level: {arm: [] for arm in order} for level in plan.blocks}
+    answers = len(order) * sum(len(part) for parts in plan.blocks.values() for part in parts)
     told(
         f"bench: {len(arms)} arms{', the plain one twice' if AGAIN in order else ''}, concurrency "
-        f"{', '.join(map(str, levels))}: {answers} answers of at most {max_new_tokens} tokens"
+        f"{', '.join(map(str, plan.blocks))}: {answers} answers of at most {plan.max_new_tokens} tokens"
     )
-    found: dict[int, Series] = {level: {name: [] for name in order} for level in levels}
     with counter(answers, "bench", "answer") as bar:
-        if together:
-            _in_turn(arms, parts, max_new_tokens, found, bar.update)
-        for name in order if not together else ():
-            with serving(arms[PLAIN if name == AGAIN else name]) as engine:
-                for level in levels:
-                    warm_up(engine, prompts, level)
-                    for part in parts[level]:
-                        found[level][name].append(run_block(engine, part, max_new_tokens, level))
-                        bar.update(len(part))
-    for level, series in found.items():
-        for name, blocks in series.items():
-            if not any(block.answers for block in blocks):
-                errors = {error for block in blocks for error in block.errors}
-                raise RedraftError(
-                    "An arm gave no answer.", where=f"{name}, concurrency {level}", found=", ".join(errors)
-                )
+
+        def run(arm: Arm, engine: Engine, level: int, part: Sequence[list[int]]) -> None:
+            block = run_block(engine, part, plan.max_new_tokens, level)
+            if not bar.n:
+                left = (answers - len(part)) / len(part) * block.seconds
+                starts = f", and the start of {len(order) - 1} servers" if not together else ""
+                told(f"bench: at the pace of the first answers about {duration(left)} more{starts}")
+            found[level][arm].append(block)
+            bar.update(len(part))
+
+        (_together if together else _apart)(arms, plan, run)
+    _require_answers(found)
     return found
 
 
-def _in_turn(
-    arms: Mapping[str, Engine],
-    parts: Mapping[int, Sequence[Sequence[list[int]]]],
-    max_new_tokens: int,
-    found: dict[int, Series],
-    done: Callable[[int], object],
-) -> None:
+def duration(seconds: float) -> str:
+    """In the unit that suits it."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _apart(arms: Mapping[Arm, Engine], plan: Plan, run: _Run) -> None:
+    """One engine after the other, the plain one again at the end."""
+    for arm in [*arms, *([AGAIN] if PLAIN in arms else [])]:
+        with serving(arms[PLAIN if arm == AGAIN else arm]) as engine:
+            for level, parts in plan.blocks.items():
+                warm_up(engine, parts, level)
+                for part in parts:
+                    run(arm, engine, level, part)
+
+
+def _together(arms: Mapping[Arm, Engine], plan: Plan, run: _Run) -> None:
     """Block by block, the arms in rotated order."""
     order = list(arms)
     with ExitStack() as stack:
         for engine in arms.values():
             stack.enter_context(serving(engine))
-        for level, blocks in parts.items():
+        for level, parts in plan.blocks.items():
             for engine in arms.values():
-                warm_up(engine, blocks[0], level)
-            for number, part in enumerate(blocks):
+                warm_up(engine, parts, level)
+            for number, part in enumerate(parts):
                 turn = number % len(order)
-                for name in order[turn:] + order[:turn]:
-                    found[level][name].append(run_block(arms[name], part, max_new_tokens, level))
-                    done(len(part))
+                for arm in order[turn:] + order[:turn]:
+                    run(arm, arms[arm], level, part)
+
+
+def _require_answers(found: Mapping[int, Series]) -> None:
+    for level, series in found.items():
+        for arm, blocks in series.items():
+            if not any(block.answers for block in blocks):
+                errors = {error for block in blocks for error in block.errors}
+                raise RedraftError(
+                    "An arm gave no answer.", where=f"{arm.label}, concurrency {level}", found=", ".join(errors)
+                )

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from redraft.bench.cycle import CycleTime, Prediction, best_steps, needed_cycle, predict
-from redraft.bench.figures import against_plain, arm_figures, drift, invalid
-from redraft.bench.load import AGAIN, Series
-from redraft.engines.arm import PLAIN
+from redraft.bench.cycle import CycleTime, best_steps, needed_cycle, predict
+from redraft.bench.figures import against_plain, arm_figures, cycle_figures, drift, invalid
+from redraft.bench.load import Series
+from redraft.engines.arm import AGAIN, PLAIN, Arm, chain
 from redraft.frame.errors import RedraftError
 
 WITHIN_REACH = 0.85
@@ -16,7 +16,7 @@ BEYOND = 2
 """Draft steps past the measured ones up to which the curve is drawn."""
 WORTH_IT = 1.03
 """Predicted gain of another number of drafts that is worth a word."""
-Rows = Mapping[str, Mapping[str, Any]]
+Rows = Mapping[Arm, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Verdict:
 
 
 def chains(rows: Rows) -> dict[int, Mapping[str, Any]]:
-    """The drafter's own arms that draft a chain, by number of drafts: arms whose name is a number."""
-    return {int(name): row for name, row in rows.items() if name.isdigit()}
+    """The drafter's own arms that draft a chain, by number of drafts."""
+    return {arm.steps: row for arm, row in rows.items() if arm.chain}
 
 
 def model(rows: Rows) -> tuple[list[float], CycleTime, float] | None:
@@ -48,11 +48,9 @@ def predictions(rows: Rows) -> dict[str, dict[str, float]]:
 
     Acceptance by position is that of the longest other chain, the cycle time a line through the others' times.
     """
-    own = chains(rows)
     found = {}
-    for steps, row in own.items():
-        others = {str(number): other for number, other in own.items() if number != steps}
-        parts = model({**others, PLAIN: rows[PLAIN]}) if PLAIN in rows else None
+    for steps, row in chains(rows).items():
+        parts = model({arm: other for arm, other in rows.items() if arm != chain(steps)})
         if parts is None:
             continue
         predicted, measured = predict(*parts, steps), 1000 / row["step_ms"]
@@ -75,48 +73,64 @@ def curve(rows: Rows, most: int) -> list[dict[str, float]]:
     ]
 
 
-def best_arm(rows: Rows) -> str | None:
-    """The arm of the drafter itself (a chain, or a tree such as `3x4x8`) that is surely fastest: by its lower end."""
-    own = {name: row for name, row in rows.items() if name.replace("x", "").isdigit() and "ratio" in row}
-    return max(own, key=lambda name: own[name]["ratio_low"]) if own else None
+def best_arm(rows: Rows) -> Arm | None:
+    """The arm of the drafter under test (a chain or a tree) that is surely fastest: by its lower end."""
+    own = {arm: row for arm, row in rows.items() if arm.steps and arm.drafter is None and "ratio" in row}
+    return max(own, key=lambda arm: own[arm]["ratio_low"]) if own else None
 
 
 def judge(rows: Rows, faults: list[str]) -> Verdict:
     """The verdict on one level, from its rows (`redraft.bench.figures`) and what makes them invalid."""
     if faults:
         return Verdict("invalid", "; ".join(faults), "mend that and measure again: no ratio of this level counts")
-    name = best_arm(rows)
-    if name is None:
+    arm = best_arm(rows)
+    if arm is None:
         return Verdict("unclear: no ratio", "an arm with or without speculation is missing", "serve both")
-    row, plain = rows[name], rows[PLAIN]
-    length, need, steps = row["accept_length"], row["break_even"], int(name.split("x")[0])
-    why = (
-        f"{row['ratio']:.2f} times the plain tokens/s ({row['ratio_low']:.2f} to {row['ratio_high']:.2f}) with {name} "
-        f"drafted, at accept length {length:.2f} of at most {steps + 1}; break-even is {need:.2f}"
-    )
-    parts = model(rows)
-    best = best_steps(*parts, most=max(chains(rows)) + 1) if parts else None
+    row, why = rows[arm], _why(arm, rows[arm])
+    further = _further(rows, arm)
     if row["ratio_low"] > 1:
-        return Verdict("ship", why, _further(best, rows, name) or f"serve it with {name} drafted tokens")
+        drafts = f"{arm.steps} drafted tokens" if arm.chain else f"a {arm.label}"
+        return Verdict("ship", why, further or f"serve it with {drafts}")
     if row["ratio_high"] >= 1:
         return Verdict("unclear: interval spans 1", why, "measure with more prompts (bench.prompts)")
-    most = needed_cycle(length, plain["step_ms"])
+    return _slower(arm, row, rows[PLAIN], why, further)
+
+
+def _why(arm: Arm, row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['ratio']:.2f} times the plain tokens/s ({row['ratio_low']:.2f} to {row['ratio_high']:.2f}) with "
+        f"{arm.label if arm.chain else f'a {arm.label}'}, at accept length {row['accept_length']:.2f} of at most "
+        f"{arm.steps + 1}; break-even is {row['break_even']:.2f}"
+    )
+
+
+def _slower(arm: Arm, row: Mapping[str, Any], plain: Mapping[str, Any], why: str, further: str | None) -> Verdict:
+    """The whole interval is below 1: whether any acceptance would do, and what brings it nearer."""
+    length, need, most = row["accept_length"], row["break_even"], needed_cycle(row["accept_length"], plain["step_ms"])
     faster = f"a faster verify: a cycle takes {row['cycle_ms']:.1f} ms, at this accept length at most {most:.1f} ms pay"
     if length >= need:
-        lost = f"{why}: decoding alone would gain, the first token ({row['first_token_ms']:.0f} ms) takes it away"
-        return Verdict("no: slower", lost, "longer answers, or a faster prefill with speculation")
-    if need > steps + 1:
-        return Verdict("no: slower", f"{why}, more than a cycle can ever yield", _further(best, rows, name) or faster)
+        first = f"the first token ({row['first_token_ms']:.0f} ms) takes it away"
+        return Verdict(
+            "no: slower",
+            f"{why}: decoding alone would gain, {first}",
+            "longer answers, or a faster prefill with speculation",
+        )
+    if need > arm.steps + 1:
+        return Verdict("no: slower", f"{why}, more than a cycle can ever yield", further or faster)
     if length >= WITHIN_REACH * need:
         action = "more data or epochs: it is within reach"
     else:
         action = f"{faster}; or more data, another fill, a larger draft vocabulary"
-    return Verdict(f"no: needs accept length ≥ {need:.2f}", why, _further(best, rows, name) or action)
+    return Verdict(f"no: needs accept length ≥ {need:.2f}", why, further or action)
 
 
-def _further(best: Prediction | None, rows: Rows, name: str) -> str | None:
+def _further(rows: Rows, arm: Arm) -> str | None:
     """A number of drafts that was not measured, if it is predicted to pay, and more than the best that was."""
-    if best is None or str(best.spec_steps) in rows or best.ratio < max(1.0, WORTH_IT * rows[name]["ratio"]):
+    parts = model(rows)
+    if parts is None:
+        return None
+    best = best_steps(*parts, most=max(chains(rows)) + 1)
+    if best.spec_steps in chains(rows) or best.ratio < max(1.0, WORTH_IT * rows[arm]["ratio"]):
         return None
     return f"try spec_steps: {best.spec_steps}, for which {best.ratio:.2f} times the plain tokens/s are predicted"
 
@@ -133,41 +147,43 @@ def overall(verdicts: Mapping[int, Verdict]) -> str:
     return "; ".join(f"{word} at concurrency {', '.join(numbers)}" for word, numbers in levels.items())
 
 
-def summary(
-    measured: Mapping[int, Series], spec_steps: Mapping[str, int], asked: int, skipped: Mapping[int, str]
-) -> dict[str, Any]:
+def summary(measured: Mapping[int, Series], asked: int, skipped: Mapping[int, str]) -> dict[str, Any]:
     """The bench's metrics.
 
-    `verdict`; `levels`, by concurrency: `rows` by arm, `best`, `word`, `reason`, `action`, `drift`, and for one client
-    `predictions` and `curve`; `skipped`, concurrencies with the reason.
+    `verdict`; `levels`, by concurrency: `rows` by the arm's key (what the arm is, and its figures), `best`, `word`,
+    `reason`, `action`, `drift`, and for one client `predictions` and `curve`; `skipped`, concurrencies with the reason.
 
     Args:
         measured: blocks by concurrency and arm.
-        spec_steps: drafts by arm.
         asked: tokens asked for in each answer.
         skipped: concurrencies that were not measured.
     """
     verdicts, levels = {}, {}
     for level, series in measured.items():
         faults = invalid(series, asked)
-        rows = {
-            name: arm_figures(blocks, 0 if faults else spec_steps[name])
-            for name, blocks in series.items()
-            if name != AGAIN
-        }
-        for name, row in rows.items():
-            if spec_steps[name] and PLAIN in rows and not faults:
-                row |= against_plain(series, name, row)
-        verdicts[level] = judge(rows, faults)
-        told: dict[str, Any] = {"rows": rows, "best": best_arm(rows), "drift": drift(series), **asdict(verdicts[level])}
+        rows = {arm: _figures(series, arm, not faults) for arm in series if arm != AGAIN}
+        verdicts[level], best = judge(rows, faults), best_arm(rows)
+        told = {arm.key: {**arm.told(), **row} for arm, row in rows.items()}
+        levels[str(level)] = {
+            "rows": told, "best": best and best.key, "drift": drift(series), **asdict(verdicts[level]),
+        }  # fmt: skip
         if level == 1 and not faults:
-            told |= {"predictions": predictions(rows), "curve": curve(rows, BEYOND + max(chains(rows), default=0))}
-        levels[str(level)] = told
+            further = BEYOND + max(chains(rows), default=0)
+            levels[str(level)] |= {"predictions": predictions(rows), "curve": curve(rows, further)}
     return {
         "verdict": overall(verdicts),
         "levels": levels,
         "skipped": {str(level): why for level, why in skipped.items()},
     }
+
+
+def _figures(series: Series, arm: Arm, valid: bool) -> dict[str, Any]:
+    """An arm's row; of an invalid level without what is made of others."""
+    row = arm_figures(series[arm])
+    if valid and arm.steps:
+        row |= cycle_figures(series[arm], arm)
+        row |= against_plain(series, arm, row) if PLAIN in series else {}
+    return row
 
 
 def refusal(levels: Mapping[str, Mapping[str, Any]], least: Mapping[int, float]) -> RedraftError | None:

@@ -1,11 +1,9 @@
 """`redraft compare` and `redraft publish`: runs side by side, and runs told to MLflow."""
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from redraft.cli.arguments import Commands, command
 from redraft.frame.errors import RedraftError
@@ -33,36 +31,30 @@ def add_to(commands: Commands) -> None:
 
 def _compare(arguments: argparse.Namespace) -> None:
     from redraft.bench.machine import require_same
-    from redraft.report.bench import name
-    from redraft.report.tables import markdown
+    from redraft.report.bench import read_bench
+    from redraft.report.tables import figure, markdown
 
     one, two = (read_bench(path) for path in (arguments.a, arguments.b))
-    require_same(one, two, f"{arguments.a}, {arguments.b}")
+    where = f"{arguments.a}, {arguments.b}"
+    require_same(one, two, where)
     rows = []
     for level in sorted(one["levels"].keys() & two["levels"].keys(), key=int):
         first, second = (each["levels"][level] for each in (one, two))
         if "invalid" in (first["word"], second["word"]):
             rows.append((level, "invalid", "", "", ""))
             continue
-        for arm in [arm for arm in first["rows"] if arm in second["rows"]]:
-            speeds = [each["rows"][arm]["tokens_per_second"] for each in (first, second)]
-            rows.append((level, name(arm), *(f"{speed:.1f}" for speed in speeds), f"{speeds[1] / speeds[0]:.2f}"))
+        for arm, row in first["rows"].items():
+            speeds = [each["rows"][arm]["tokens_per_second"] for each in (first, second) if arm in each["rows"]]
+            if len(speeds) == 2:
+                ratio = speeds[1] / speeds[0] if all(speeds) else None
+                rows.append((level, row["label"], *(figure(speed, ".1f") for speed in speeds), figure(ratio, ".2f")))
+    if not rows:
+        raise RedraftError(
+            "The benches have no arm in common.",
+            where=where,
+            found=f"concurrency {', '.join(one['levels']) or 'none'} and {', '.join(two['levels']) or 'none'}",
+        )
     print(markdown(("clients", "arm", "A, tokens/s", "B, tokens/s", "B / A"), rows))
-
-
-def read_bench(path: Path) -> dict[str, Any]:
-    """The metrics of a bench.
-
-    Raises:
-        RedraftError: no such file, or not of this form.
-    """
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RedraftError("The bench cannot be read.", where=path, found=error) from error
-    if not isinstance(found, dict) or not {"levels", "machine", "engine"} <= found.keys():
-        raise RedraftError("This is no bench.", where=path, expected="metrics/bench.json with levels, machine, engine")
-    return found
 
 
 def _publish(arguments: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ SGLang drops tensors that it does not know and tolerates missing ones, then serv
 missing, unexpected, mis-shaped, non-finite or wrongly typed tensor is an error with its name.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
@@ -297,3 +298,16 @@ def require_finite(tensors: dict[str, Tensor], where: str) -> None:
                 expected="finite values",
                 found="NaN or infinity",
             )
+
+
+def weights_sha256(folder: Path) -> str:
+    """SHA-256 of a drafter's weights: of every tensor, by name, its name, dtype, shape and bytes.
+
+    Raises:
+        RedraftError: see `redraft.drafter.dialect.read_tensors`.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(read_tensors(folder).items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

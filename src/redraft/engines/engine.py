@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
-from redraft.acceptance import Acceptance
+from redraft.acceptance import Acceptance, Steps
 
 
 @dataclass
@@ -22,25 +22,23 @@ class Generation:
     """From the request to the first token."""
     finish: str
     """`stop` (end of turn) or `length`."""
-    accepted: list[int] = field(default_factory=list)
-    """Drafts accepted in each verify step, a last one that was cut short left out if the engine tells which it was.
-
-    In ascending order if the engine does not tell their order, empty if it tells only their sum.
-    """
-    verify_steps: int = 0
-    """Verify steps, a last one that was cut short included."""
-    right: int = 0
-    """Drafts that were right in all `verify_steps`; in a step that was cut short, what the cut left out as well."""
+    steps: Steps = field(default_factory=Steps)
+    """Its verify steps; none without speculation."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose states the engine had from before."""
     draft_seconds: float = 0.0
     """Of `seconds`, what drafting took; 0 if the engine does not tell."""
 
-    def every_step(self) -> list[int]:
-        """Drafts right in each verify step, the one that was cut short included: what SGLang counts."""
-        missing = self.verify_steps - len(self.accepted)
-        return [*self.accepted, self.right - sum(self.accepted)] if missing == 1 else self.accepted
+    @property
+    def decode_seconds(self) -> float:
+        """From the first token to the last."""
+        return self.seconds - self.first_token_seconds
+
+    @property
+    def decoded(self) -> int:
+        """Tokens after the first, which comes from the prefill."""
+        return max(0, len(self.ids) - 1)
 
 
 @dataclass(frozen=True)
@@ -95,15 +93,19 @@ _Engine = TypeVar("_Engine", bound=Engine)
 
 @contextmanager
 def serving(engine: _Engine) -> Iterator[_Engine]:
-    """A started engine that is stopped whatever happens, an interrupt or SIGTERM included."""
+    """A started engine that is stopped whatever happens: an interrupt, SIGTERM, a terminal that closes (SIGHUP)."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    ends = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else started by nohup: it is to go on
+        ends.append(signal.SIGHUP)
+    before = {number: signal.signal(number, leave) for number in ends}
     try:
         engine.start()
         yield engine
     finally:
         engine.stop()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -67,6 +67,8 @@ DEATHS = (
     ),
     ("not installed", r"No module named '?(?:sglang|vllm)'?\b", "engine.python in the profile: give its interpreter"),
 )
+GUARD = 'trap "" HUP INT TERM; read -r done || { kill -s TERM "$1"; sleep "$2"; kill -s KILL -- "-$1"; }'
+"""A shell that waits for a word on a pipe; if this process dies without one, be it by SIGKILL, it ends the server."""
 _ERROR_LINE = re.compile(r"^(?:\[[^\]]*\] )?\s*((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)): ?(.*)$")
 
 
@@ -137,6 +139,18 @@ class ServerProcess:
                     found=f"{command[0]}: {error.strerror}",
                     fix="give the interpreter in which the engine is installed; `make engines` builds one for tests",
                 ) from error
+        try:
+            self._guard = subprocess.Popen(
+                ["/bin/sh", "-c", GUARD, "guard", str(self._child.pid), str(GRACE_SECONDS)],
+                env={},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError:
+            self._kill()
+            raise
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> None:
         """Return when `ready` says so.
@@ -187,6 +201,8 @@ class ServerProcess:
         finally:
             self._kill()
             self._await_end(GONE_SECONDS)
+            with suppress(OSError, ValueError):  # it was let go already
+                self._guard.communicate(b"done\n")
 
     def _kill(self) -> None:
         try:

@@ -21,7 +21,7 @@ def release(engine: str, params: EngineParams) -> dict[str, Any]:
     joined = {name: url for name in ("url", "baseline_url") if (url := getattr(params, name))}
     if joined:
         return {"engine": engine, **joined, "version": {name: _reported(url) for name, url in joined.items()}}
-    from redraft.engines.sglang import installed_version
+    from redraft.engines.command import installed_version
 
     try:
         return {"engine": engine, "version": installed_version(params.python)}

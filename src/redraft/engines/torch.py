@@ -7,6 +7,7 @@ the bonus. Then the caches are cut to what was accepted and the drafter is re-fe
 """
 
 import resource
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from redraft.acceptance import Acceptance
+from redraft.acceptance import Acceptance, Steps
 from redraft.drafter.checkpoint import Checkpoint
 from redraft.engines.engine import Generation, Margin
 from redraft.target.hf import offline_transformers
 from redraft.target.model import Target
+
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes in which `getrusage` counts memory."""
 
 
 @dataclass
@@ -91,7 +95,7 @@ class TorchEngine:
         device = self.target.head.device
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device) / 2**30
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT / 2**30
 
     def stop(self) -> None:
         """Nothing to stop."""
@@ -108,8 +112,8 @@ class TorchEngine:
         """Answer `prompt` greedily."""
         began = time.perf_counter()
         cache = offline_transformers().DynamicCache(config=self.target.config)
-        accepted: list[int] = []
-        rounds = correct = 0
+        whole: list[int] = []
+        cut: int | None = None
         drafting = 0.0
         with self.target.capture(self.target.aux_layers if self.draft else ()) as captured:
             known = [*prompt, int(self._forward(prompt, cache, 1)[0])]
@@ -129,22 +133,21 @@ class TorchEngine:
                 right = 0
                 while right < len(drafts) and drafts[right] == chosen[right]:
                     right += 1
-                rounds, correct = rounds + 1, correct + right
                 if drafts:
                     cache.crop(right - len(drafts))
                 new = chosen[: right + 1]
                 stop = next((place + 1 for place, token in enumerate(new) if token in self.stop_ids), len(new))
                 fits = min(stop, end - len(known))
                 known += new[:fits]
-                if self.draft is not None and fits == len(new):
-                    accepted.append(right)
-        self._counted.add(accepted)
+                if fits == len(new):
+                    whole.append(right)
+                else:
+                    cut = right
         finish = "stop" if known[-1] in self.stop_ids else "length"
         seconds = time.perf_counter() - began
-        rounds = rounds if self.draft else 0
-        return Generation(
-            known[len(prompt) :], seconds, first, finish, accepted, rounds, correct, len(prompt), draft_seconds=drafting
-        )
+        steps = Steps.in_turn(whole, self.spec_steps, cut) if self.draft is not None else Steps()
+        self._counted.add(steps)
+        return Generation(known[len(prompt) :], seconds, first, finish, steps, len(prompt), draft_seconds=drafting)
 
     @torch.inference_mode()
     def margin(self, prefix: list[int], first: int, second: int, width: int) -> Margin:

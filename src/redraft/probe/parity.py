@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from redraft.acceptance import Acceptance
 from redraft.engines.engine import Generation
 from redraft.engines.open import Models
 from redraft.frame.errors import RedraftError
@@ -44,25 +45,38 @@ class Gap:
 
 def counts(answers: Sequence[Generation], spec_steps: int, *, every: bool) -> Counts:
     """Verify steps of each answer by accepted drafts; with `every` the ones that an answer's end cut too."""
-    rows = [answer.every_step() if every else answer.accepted for answer in answers]
-    return np.array([np.bincount(row, minlength=spec_steps + 1) for row in rows], dtype=np.int64)
+    none = [0] * (spec_steps + 1)  # an answer that ended with its first token
+    rows = [(answer.steps.histogram if every else answer.steps.whole()) or none for answer in answers]
+    return np.array(rows, dtype=np.int64)
+
+
+def untold(answers: Sequence[Generation]) -> bool:
+    """Whether the engine does not tell its verify steps apart."""
+    return any(answer.steps.verify and answer.steps.histogram is None for answer in answers)
+
+
+def pooled(found: Counts) -> Acceptance:
+    """The counts of all prompts together."""
+    return Acceptance(found.shape[1] - 1, found.sum(0).tolist())
 
 
 def gap(one: Counts, other: Counts) -> Gap:
     """The difference of two accept lengths, with an interval that is paired by prompt.
 
-    With s steps and a accepted drafts of a prompt, of all prompts S and A, the prompt's share in A / S is
-    (a - s A / S) / S (the linearised ratio estimator, Cochran 1977, 6.11); the variance of the difference is the sum of
-    the squared differences of shares.
+    The variance of the difference is the sum of the squared differences of the prompts' shares in both.
     """
-    shares, means = [], []
-    for found in (one, other):
-        steps, accepted = found.sum(1), found @ np.arange(found.shape[1])
-        total = max(1, steps.sum())
-        means.append(accepted.sum() / total)
-        shares.append((accepted - steps * means[-1]) / total)
-    error = float(np.sqrt(np.square(shares[0] - shares[1]).sum()))
-    return Gap(float(means[0] - means[1]), SIGMAS * error)
+    error = float(np.sqrt(np.square(_influence(one) - _influence(other)).sum()))
+    return Gap(pooled(one).length - pooled(other).length, SIGMAS * error)
+
+
+def _influence(found: Counts) -> np.ndarray:
+    """float [prompts], each prompt's share in the accept length's error.
+
+    With s steps and a accepted drafts of a prompt, of all prompts S and A, the prompt's share in A / S is
+    (a - s A / S) / S (the linearised ratio estimator, Cochran 1977, 6.11).
+    """
+    steps, accepted = found.sum(1), found @ np.arange(found.shape[1])
+    return (accepted - steps * (pooled(found).length - 1)) / steps.sum()
 
 
 def agreeing(served: Counts, found: Counts) -> np.ndarray:
@@ -71,16 +85,11 @@ def agreeing(served: Counts, found: Counts) -> np.ndarray:
     return (more >= 0).all(1) & (more.sum(1) <= 1)
 
 
-def length(found: Counts) -> float:
-    """The accept length of counted steps."""
-    steps = found.sum()
-    return 1 + float((found.sum(0) * np.arange(found.shape[1])).sum() / max(1, steps))
-
-
 def _told(found: Counts) -> str:
-    steps = max(1, found.sum())
-    shares = [found[:, k:].sum() / steps for k in range(1, found.shape[1])]
-    return f"accept length {length(found):.3f} (per position {' '.join(f'{share:.3f}' for share in shares)})"
+    if not found.sum():
+        return "no whole verify step"
+    every = pooled(found)
+    return f"accept length {every.length:.3f} (per position {' '.join(f'{share:.3f}' for share in every.shares)})"
 
 
 def diagnose(served: Counts, replay: Replay, donor: Mapping | None) -> tuple[list[str], str]:
@@ -105,8 +114,8 @@ def diagnose(served: Counts, replay: Replay, donor: Mapping | None) -> tuple[lis
 
 
 def _shares(found: Counts) -> np.ndarray:
-    """float [K], of verify steps, those that accepted at least k drafts."""
-    return found.sum(0)[::-1].cumsum()[::-1][1:] / max(1, found.sum())
+    """float [K], of verify steps, those that accepted at least k drafts; zeros if there is none."""
+    return np.array(pooled(found).shares or [0.0] * (found.shape[1] - 1))
 
 
 def require_parity(
@@ -160,7 +169,7 @@ def hold_against_models(
         RedraftError: see `require_parity`.
     """
     prompts, answers = [row[0] for row in outputs.answers], [row[2] for row in outputs.answers]
-    if any(given.verify_steps and not given.every_step() for given in answers):
+    if untold(answers):
         return None
     replay = Replay(
         models.target,
@@ -179,7 +188,8 @@ def hold_against_models(
             require_parity(counts(own, spec_steps, every=False), walked, "walked", replay, donor, exact=True)
     require_parity(served, reference, "walked" if here else "engine torch", replay, donor, exact=exact)
     found = gap(served, reference)
-    lengths = {"walked": round(length(walked), 4)} | ({} if here else {"torch": round(length(reference), 4)})
+    lengths = {"walked": round(pooled(walked).length, 4)}
+    lengths |= {} if here else {"torch": round(pooled(reference).length, 4)}
     same = int(agreeing(served, reference).sum())
     return {**lengths, "difference": round(found.difference, 4), "interval": round(found.half, 4), "agreeing": same}
 
@@ -198,12 +208,12 @@ def hold_against_training(outputs: Comparison, spec_steps: int, record: dict[str
     answers = [row[2] for row in outputs.answers]
     walked = record.get("heldout", {})
     same = record.get("training", {}).get("ttt_steps") == spec_steps and "accept_length" in walked
-    if not same or any(given.verify_steps and not given.every_step() for given in answers):
+    if not same or untold(answers):
         return None
     served = counts(answers, spec_steps, every=True)
-    alone = gap(served, np.zeros_like(served))  # the interval of one measurement; steps of the other are as noisy
-    half = alone.half * float(np.sqrt(1 + served.sum() / walked["verify_steps"]))
-    found = Gap(length(served) - walked["accept_length"], half)
+    alone = SIGMAS * float(np.sqrt(np.square(_influence(served)).sum()))  # steps of the other are as noisy
+    half = alone * float(np.sqrt(1 + served.sum() / walked["verify_steps"]))
+    found = Gap(pooled(served).length - walked["accept_length"], half)
     if found.real:
         raise RedraftError(
             "The drafter is not served as training predicted.",

@@ -169,9 +169,14 @@ def require_acceptance(accept_length: float, least: float) -> None:
 
 
 def samples_text(tokenizer: Any, answers: Sequence[tuple[list[int], Generation, Generation]]) -> str:
-    """Prompt and speculative answer of every sample, with what each verify step accepted."""
+    """Prompt and speculative answer of every sample, with what its verify steps accepted."""
     blocks = []
     for prompt, _, answer in answers:
-        accepted = " ".join(map(str, answer.accepted))
-        blocks.append(f"{tokenizer.decode(prompt)}{tokenizer.decode(answer.ids)}\n[accepted a step: {accepted}]\n")
+        steps = answer.steps
+        if steps.order is not None:
+            told = f"accepted a step: {' '.join(map(str, steps.order))}"
+        else:
+            spread = f", steps by number: {steps.histogram}" if steps.histogram else ""
+            told = f"accepted {steps.right} in {steps.verify} steps{spread}"
+        blocks.append(f"{tokenizer.decode(prompt)}{tokenizer.decode(answer.ids)}\n[{told}]\n")
     return "\n".join(blocks)

@@ -7,10 +7,12 @@ from typing import Any
 from redraft.frame.params import Params
 from redraft.report import bench
 from redraft.report.plots import bars, drift, lines, save_svg
-from redraft.report.tables import markdown
+from redraft.report.tables import figure, interval, markdown
 
 STAGES = ("corpus", "donor", "vocab", "audit", "extract", "remap", "train", "probe", "bench")
 PLOTTED = ("donor", "train", "heldout", "drift")
+LEAST_GAIN = 0.005
+"""Of held-out accuracy: training that brings less brought nothing."""
 Metrics = dict[str, Any]
 
 
@@ -49,29 +51,53 @@ def page(params: Params, metrics: Metrics) -> str:
         _audit(metrics["audit"], metrics["vocab"]),
         _first_step(params, metrics["remap"]),
         _training(params, metrics["train"], metrics["donor"], metrics["probe"]),
-        _probe(params, metrics["probe"]),
-        bench.section(metrics["bench"], _figure, _engine(metrics["bench"]["engine"])),
+        _probe(params, metrics["probe"], metrics["bench"]["engine"].get("dtype")),
+        bench.section(metrics["bench"], _drawn, _engine(metrics["bench"]["engine"])),
         _data(metrics),
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def _figure(name: str, text: str) -> str:
+def _drawn(name: str, text: str) -> str:
     return f"![{text}](report/{name}.svg)"
 
 
 def _verdict(params: Params, metrics: Metrics) -> str:
     measured, probe, train = metrics["bench"], metrics["probe"], metrics["train"]
+    told, next_ = f"**{measured['verdict']}**", f"{bench.verdicts(measured, _no_gain(params, train))}\n\n"
+    if _stale(metrics):
+        told, next_ = "**stale: the bench measured another drafter than this one.** Next: `dvc repro` to its end.", ""
     return (
-        f"**{measured['verdict']}**\n\n{bench.verdicts(measured)}\n\n"
+        f"{told}\n\nMeasured on {bench.machine(measured)}; {_engine(measured['engine'])}.\n\n{next_}"
         f"Profile `{params.profile}`, init `{params.init}`, lr {params.lr:g}, {params.epochs:g} epochs, "
-        f"seed {params.seed}. Measured on: {_engine(measured['engine'])}.\n\n"
+        f"seed {params.seed}.\n\n"
         f"- {_lossless(probe)}\n"
         f"- Served accept length {probe['accept_length']:.2f} of at most {params.spec_steps + 1} "
         f"(bonus token included).\n"
-        f"- Held-out accuracy of the first draft {train['start']['accuracy_0']:.1%} before training, "
-        f"{train['heldout']['accuracy_0']:.1%} after; ceiling {train['heldout']['ceiling_0']:.1%}."
+        f"- Held-out accuracy of the first draft {figure(train['start']['accuracy_0'], '.1%')} before training, "
+        f"{figure(train['heldout']['accuracy_0'], '.1%')} after; ceiling "
+        f"{figure(train['heldout']['ceiling_0'], '.1%')}."
     )
+
+
+def _stale(metrics: Metrics) -> bool:
+    """Whether the bench is of another drafter than the stages before it, by the hash of the weights."""
+    hashes = [metrics[stage].get("drafter") for stage in ("train", "probe") if metrics[stage].get("drafter")]
+    return any(known != metrics["bench"].get("drafter") for known in hashes)
+
+
+def _no_gain(params: Params, train: Metrics) -> str | None:
+    """What to do first where training hardly moved the held-out accuracy, or made it worse."""
+    before, after = train["start"]["accuracy_0"], train["heldout"]["accuracy_0"]
+    if before is None or after is None:
+        return None
+    least, gained = max(LEAST_GAIN, train["heldout"].get("accuracy_0_interval") or 0.0), after - before
+    if gained >= least:
+        return None
+    told = f"training moved held-out accuracy by {100 * gained:+.1f} points"
+    if gained <= -least:
+        return f"{told}: a lower lr than {params.lr:g}"
+    return f"{told}, less than ± {100 * least:.1f} can tell: a higher lr than {params.lr:g}, or more epochs"
 
 
 def _audit(audit: Metrics, vocab: Metrics) -> str:
@@ -82,7 +108,7 @@ def _audit(audit: Metrics, vocab: Metrics) -> str:
     ]
     named = {"train": "training", "heldout": "held-out"}
     rows += [
-        (f"coverage of {named[split]} tokens", f"{share['donor']:.1%}", f"{share['new']:.1%}")
+        (f"coverage of {named[split]} tokens", figure(share["donor"], ".1%"), figure(share["new"], ".1%"))
         for split, share in audit["coverage"].items()
     ]
     rows += [
@@ -99,13 +125,14 @@ def _audit(audit: Metrics, vocab: Metrics) -> str:
         f"The donor's head rows are {heads['norm_ratio']:.2f} times as long as the target's for the same ids, at a "
         f"mean cosine of {heads['cosine']:.2f}: how far the target's rows can stand in for missing ones.\n\n"
         f"{_by_source(vocab)}"
-        f"{_figure('drift', 'Slots by which a shared id moved, against its slot in the donor')}"
+        f"{_drawn('drift', 'Slots by which a shared id moved, against its slot in the donor')}"
     )
 
 
 def _by_source(vocab: Metrics) -> str:
     """The sources that the new vocabulary covers least, held out; nothing if the corpus names none."""
-    shares = sorted(vocab["coverage_by_source"]["heldout"].items(), key=lambda row: row[1])
+    told = vocab["coverage_by_source"]["heldout"]
+    shares = sorted(((source, share) for source, share in told.items() if share is not None), key=lambda row: row[1])
     if len(shares) < 2:
         return ""
     rows = [(source, f"{share:.1%}") for source, share in shares[:4]]
@@ -113,16 +140,13 @@ def _by_source(vocab: Metrics) -> str:
 
 
 def _first_step(params: Params, remap: Metrics) -> str:
-    def shown(value: float | None, form: str) -> str:
-        return "–" if value is None else format(value, form)  # a measure of nothing, the interval of one row
-
     rows = [
         (
             f"`{option}`",
-            f"{shown(row['loss'], '.3f')} ± {shown(row['loss_interval'], '.3f')}",
-            f"{shown(row['accuracy'], '.1%')} ± {shown(row['accuracy_interval'], '.1%')}",
-            shown(row["joint"], ".1%"),
-            shown(row["ceiling"], ".1%"),
+            interval(row["loss"], row["loss_interval"], ".3f"),
+            interval(row["accuracy"], row["accuracy_interval"], ".1%"),
+            figure(row["joint"], ".1%"),
+            figure(row["ceiling"], ".1%"),
         )
         for option, row in remap["first_step"].items()
     ]
@@ -134,14 +158,14 @@ def _first_step(params: Params, remap: Metrics) -> str:
         f"at an accuracy of {remap['chance']:.3%}; ± is a 95 % interval.\n\n"
         f"{markdown(('option', 'loss', 'accuracy', f'all {params.ttt_steps} drafts right', 'ceiling'), rows)}\n\n"
         f"Training started from `{remap['option']}`; its head rows: {sources}.\n\n"
-        f"{_figure('first_step', 'Loss of the first step of every option, with ln N')}"
+        f"{_drawn('first_step', 'Loss of the first step of every option, with ln N')}"
     )
 
 
 def _training(params: Params, train: Metrics, donor: Metrics, probe: Metrics) -> str:
     def row(name: str, measures: Metrics, step: int) -> Sequence[str]:
-        shares = (f"{measures[f'{key}_{step}']:.1%}" for key in ("accuracy", "joint", "ceiling"))
-        return (name, f"{measures[f'loss_{step}']:.3f}", *shares)
+        shares = (figure(measures[f"{key}_{step}"], ".1%") for key in ("accuracy", "joint", "ceiling"))
+        return (name, figure(measures[f"loss_{step}"], ".3f"), *shares)
 
     rows = [row(f"draft {step + 1}, before", train["start"], step) for step in range(params.ttt_steps)]
     rows += [row(f"draft {step + 1}, after", train["heldout"], step) for step in range(params.ttt_steps)]
@@ -149,9 +173,10 @@ def _training(params: Params, train: Metrics, donor: Metrics, probe: Metrics) ->
     kept = f" The weights of step {train['kept_step']:,} were kept: the best joint acceptance on held-out documents."
     walked = (
         f"Walking the held-out answers as a server would predicts an accept length of "
-        f"{train['start']['accept_length']:.3f} before and {train['heldout']['accept_length']:.3f} after training "
-        f"({train['heldout']['verify_steps']:,} verify steps); the probe measured {probe['accept_length']:.3f} on its "
-        f"own prompts."
+        f"{figure(train['start'].get('accept_length'), '.3f')} before and "
+        f"{figure(train['heldout'].get('accept_length'), '.3f')} after training "
+        f"({figure(train['heldout'].get('verify_steps'), ',')} verify steps); "
+        f"the probe measured {probe['accept_length']:.3f} on its own prompts."
     )
     if params.ttt_steps != params.spec_steps:
         walked += f" They differ in the drafts of a step: {params.ttt_steps} walked, {params.spec_steps} served."
@@ -159,18 +184,24 @@ def _training(params: Params, train: Metrics, donor: Metrics, probe: Metrics) ->
         f"## Training\n\n{train['steps']:,} optimizer steps in {train['precision']}, {train['tokens']:,} tokens.{kept}"
         f"{begun} Held out:\n\n"
         f"{markdown(('', 'loss', 'accuracy', 'right so far', 'ceiling'), rows)}\n\n{walked}\n\n"
-        f"{_figure('loss', 'Training loss')} {_figure('accuracy', 'Training accuracy')} "
-        f"{_figure('heldout', 'Joint acceptance on held-out documents')}"
+        f"{_drawn('loss', 'Training loss')} {_drawn('accuracy', 'Training accuracy')} "
+        f"{_drawn('heldout', 'Joint acceptance on held-out documents')}"
     )
 
 
-def _probe(params: Params, probe: Metrics) -> str:
-    outputs = probe["outputs"]
+def _probe(params: Params, probe: Metrics, benched: str | None) -> str:
+    """`benched` is the dtype of the bench."""
+    outputs, dtype = probe["outputs"], probe["engine"].get("dtype")
     text = (
         f"## Probe\n\n{outputs['prompts']} held-out prompts, {params.spec_steps} drafted tokens a step, "
         f"{_engine(probe['engine'])}: accept length {probe['accept_length']:.3f}, accept rate "
         f"{probe['accept_rate']:.1%} over {probe['verify_steps']:,} verify steps. {_lossless(probe)}{_parity(probe)}"
     )
+    if dtype == "float32" != benched:
+        text += (
+            f"\n\nThe probe serves in float32, where greedy outputs must be equal token for token, and the bench in "
+            f"{benched}, as models are served for speed: their accept lengths differ by what rounding moves."
+        )
     if "bf16" in probe:
         rounded = probe["bf16"]
         text += f"\n\nIn bf16 {rounded['equal']} of {rounded['prompts']} outputs are equal, "
@@ -181,7 +212,7 @@ def _probe(params: Params, probe: Metrics) -> str:
                 f"position computed in a forward of another size changes a logit by up to "
                 f"{rounded['largest_shape_noise']:.3f}."
             )
-    return f"{text}\n\n{_figure('acceptance', 'Share of verify steps that accepted the draft at each position')}"
+    return f"{text}\n\n{_drawn('acceptance', 'Share of verify steps that accepted the draft at each position')}"
 
 
 def _lossless(probe: Metrics) -> str:
@@ -189,9 +220,10 @@ def _lossless(probe: Metrics) -> str:
     if probe["lossless"] is None:
         return "No server without speculation was there: whether the output is the target's own was not compared."
     if not probe["lossless"]:
+        dtype = probe["engine"].get("dtype") or "a dtype that was not told"
         return (
             f"{outputs['equal']} of {outputs['prompts']} outputs with speculation equal the plain ones; in "
-            f"{probe['engine']['dtype']} rounding decides the others (largest gap {outputs['largest_gap']:.3f})."
+            f"{dtype} rounding decides the others (largest gap {outputs['largest_gap']:.3f})."
         )
     ties = f", {outputs['ties']} part at a near-tie" if outputs["ties"] else ""
     return (
@@ -213,9 +245,10 @@ def _parity(probe: Metrics) -> str:
 
 def _engine(engine: Metrics) -> str:
     """Who measured, on what."""
-    version = engine.get("version") or engine.get("torch")
+    version = engine.get("version") or engine.get("torch") or "of a version that was not told"
+    device, dtype = (engine.get(name) or f"{name} untold" for name in ("device", "dtype"))
     threads = f", {engine['threads']} threads" if "threads" in engine else ""
-    return f"{engine['engine']} {version}, {engine.get('device', 'device untold')}{threads}, {engine.get('dtype')}"
+    return f"{engine['engine']} {version}, {device}{threads}, {dtype}"
 
 
 def _data(metrics: Metrics) -> str:

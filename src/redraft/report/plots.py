@@ -35,15 +35,17 @@ def lines(
     title: str, x: tuple[str, str], y: tuple[str, str], series: Mapping[str, Sequence[dict[str, float]]]
 ) -> dict[str, Any]:
     """Lines of `series` by name; `x` and `y` are (field, axis title)."""
-    rows = [{**row, "series": name} for name, curve in series.items() for row in curve]
+    rows = [{**row, "series": name} for name, curve in series.items() for row in curve if row.get(y[0]) is not None]
     color = {"field": "series", "type": "nominal", "title": None, "sort": list(series)}
     encoding = {"x": _axis(*x), "y": _axis(*y, scale={"zero": False}), "color": color}
     return {"title": title, "data": {"values": rows}, "mark": {"type": "line", "strokeWidth": 2}, "encoding": encoding}
 
 
-def bars(title: str, y_title: str, values: dict[str, float], rule: tuple[str, float] | None = None) -> dict[str, Any]:
-    """One bar a name, labelled with its value; `rule` draws a dashed line with a label."""
-    rows = [{"name": name, "value": value} for name, value in values.items()]
+def bars(
+    title: str, y_title: str, values: Mapping[str, float | None], rule: tuple[str, float] | None = None
+) -> dict[str, Any]:
+    """One bar a name, labelled with its value, none for None; `rule` draws a dashed line with a label."""
+    rows = [{"name": name, "value": value} for name, value in values.items() if value is not None]
     x = {"field": "name", "type": "nominal", "title": None, "sort": list(values), "axis": {"labelAngle": 0}}
     encoding = {"x": x, "y": _axis("value", y_title)}
     text = {"field": "value", "type": "quantitative", "format": ".2f"}

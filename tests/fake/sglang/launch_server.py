@@ -16,11 +16,15 @@ from typing import Any
 FAKE = os.environ.get("FAKE", "")
 WORDS = [*sys.argv[1:], "--"]
 FLAGS: dict[str, Any] = {
-    word.removeprefix("--").replace("-", "_"): True if value.startswith("--") else value
+    word.removeprefix("--").replace("-", "_"): True
+    if value.startswith("--")
+    else int(value)
+    if value.isdecimal()
+    else value
     for word, value in itertools.pairwise(WORDS)
     if word.startswith("--")
 }
-STEPS = int(FLAGS.get("speculative_num_steps", 0))
+STEPS = FLAGS.get("speculative_num_steps", 0)
 DEATHS = {
     "unknown model": "ValueError: The checkpoint you are trying to load has model type `odd` but Transformers does not "
     "recognize this architecture.\nTraceback (most recent call last):\nRuntimeError: a child process died",
@@ -41,6 +45,7 @@ refused: list[int] = []
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # an event leaves when it is written
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -64,8 +69,6 @@ class Handler(BaseHTTPRequestHandler):
             **FLAGS,
         }
         info["dtype"] = os.environ.get("FAKE_DTYPE", info["dtype"])
-        numbers = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        info |= {name: int(FLAGS[name]) for name in numbers if name in FLAGS}
         info.setdefault("speculative_algorithm", None)
         if FAKE == "corrected" and STEPS:
             info["speculative_num_steps"] = 2
@@ -160,8 +163,8 @@ def main() -> None:
         print(DEATHS[FAKE], flush=True)
         sys.exit(1)
     # a server has children that outlive it if only it is ended
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)", FLAGS["port"]])
-    ThreadingHTTPServer((FLAGS["host"], int(FLAGS["port"])), Handler).serve_forever()
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)", str(FLAGS["port"])])
+    ThreadingHTTPServer((FLAGS["host"], FLAGS["port"]), Handler).serve_forever()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,109 @@
+"""HTTP to a server: JSON replies and streams of events. Whatever else comes back is a `ReplyError`."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import requests
+from urllib3.exceptions import HTTPError
+
+MOST_CLIENTS = 1024
+CONNECT_SECONDS = 5.0
+_BROKEN = (requests.RequestException, HTTPError, OSError, ValueError)  # ValueError: an address that is none
+
+
+class ReplyError(Exception):
+    """What came back in place of a reply."""
+
+    def __init__(self, what: str, found: object, status: int | None = None) -> None:
+        """`what` names the fault, `found` what was there; `status` is that of HTTP, if it is no success."""
+        super().__init__(what, found)
+        self.what, self.found, self.status = what, str(found)[:300], status
+
+
+class Client:
+    """Requests to one server, from any number of threads."""
+
+    def __init__(self, base: str, seconds: float) -> None:
+        """`base` is its URL; `seconds` the longest wait for the next piece of a reply."""
+        self.base, self.seconds = base.rstrip("/"), seconds
+        self._session = requests.Session()
+        self._session.trust_env = False  # a proxy of the environment is not for a server on this machine
+        self._session.headers["Accept-Encoding"] = "identity"  # a gateway that compresses also holds events back
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=MOST_CLIENTS))
+
+    def get(self, path: str, seconds: float | None = None) -> bytes:
+        """The body of a reply, waited for `seconds` at most."""
+        return self._ask("GET", path, None, seconds or self.seconds).content
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """The body of the reply to `body`."""
+        return self._ask("POST", path, body, self.seconds).content
+
+    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of a streamed reply, each with `meta_info`, up to `[DONE]`."""
+        whole, last, text = False, time.monotonic(), ""
+        reply = self._ask("POST", path, body, self.seconds, stream=True)
+        try:
+            with reply:
+                for line in reply.iter_lines(chunk_size=None):  # type: ignore[call-overload]  # as they arrive
+                    text = line.decode(errors="replace").strip()
+                    if text.startswith((":", "event:", "id:", "retry:")):  # a gateway's sign of life is no piece
+                        if time.monotonic() - last > self.seconds:
+                            raise ReplyError("The server broke off an answer.", f"timed out: {text!r} alone")
+                        continue
+                    text, last = text.removeprefix("data:").strip(), time.monotonic()
+                    whole = whole or text == "[DONE]"
+                    if text and not whole:
+                        yield _event(text)
+        except _BROKEN as error:
+            raise ReplyError("The server broke off an answer.", f"{type(error).__name__}: {error}") from error
+        if not whole:
+            raise ReplyError(
+                "The server broke off an answer.", f"the stream ended before [DONE]{text and ', with '}{text}"
+            )
+
+    def close(self) -> None:
+        """Close the connections; a later request opens one again."""
+        self._session.close()
+
+    def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None, seconds: float, stream: bool = False
+    ) -> requests.Response:
+        timeout = (min(CONNECT_SECONDS, seconds), seconds)
+        try:
+            reply = self._session.request(method, self.base + path, json=body, timeout=timeout, stream=stream)
+            status = reply.status_code
+            told = "" if 200 <= status < 300 else first_line(reply.content)
+        except _BROKEN as error:
+            raise ReplyError("The server did not answer.", f"{path}: {type(error).__name__}: {error}") from error
+        if told:
+            raise ReplyError("The server refused a request.", f"{path}: HTTP {status}: {told}", status)
+        return reply
+
+
+def first_line(body: bytes) -> str:
+    """The first line of a body that is not empty."""
+    return next(iter(body.decode(errors="replace").strip().splitlines()), "") or "(no body)"
+
+
+def parsed(body: bytes | str, where: str) -> Any:
+    """The JSON in a body.
+
+    Raises:
+        ReplyError: it is none.
+    """
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raw = body.encode() if isinstance(body, str) else body
+        raise ReplyError("The server sent what is not JSON.", f"{where}: {first_line(raw)}") from error
+
+
+def _event(text: str) -> dict[str, Any]:
+    event = parsed(text, "an event")
+    if not isinstance(event, dict) or not isinstance(event.get("meta_info"), dict):
+        raise ReplyError("The server sent an error.", text)
+    return event
