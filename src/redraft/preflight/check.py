@@ -3,8 +3,6 @@
 Every stage checks its own input again, whole; this looks at what can be told from headers and first lines.
 """
 
-import json
-import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from redraft.frame.errors import RedraftError, explained
+from redraft.frame.files import read_object
 from redraft.frame.params import Config
+from redraft.target.checkout import locate, require_used
+from redraft.target.config import aux_layers_at, require_served
+from redraft.target.folder import TARGET_RECORD
+from redraft.target.weights import weight_files
 
 WHOLE_MIB = 32
 """Corpus files up to this size are read whole; of larger ones the stage tells."""
@@ -47,7 +50,7 @@ def check(config: Config, root: Path, *, deep: bool = False) -> Checked:
     target = _target_folder(config, root)
     found.look("data", lambda: _data(config, root))
     found.look("target", lambda: _target(config, target))
-    found.look("donor", lambda: _donor(config, root, target))
+    found.look("donor", lambda: _donor(config, target))
     found.look("tokenizer", lambda: _tokenizers(config, target, found.notes, deep))
     if deep and target and not found.faults:
         found.look("draft vocabulary", lambda: _vocabulary(config, target))
@@ -71,20 +74,14 @@ def require_sound(found: Checked) -> None:
 
 
 def left_over(config: Config) -> list[str]:
-    """Keys that have no effect beside the others."""
-    target, donor, engine = config.profile.target, config.profile.donor, config.profile.engine
-    wheel, made = target.source.startswith("wheel:"), target.source.startswith(("wheel:", "fit:"))
+    """Keys that have no effect beside the others, and that do no harm."""
+    donor, engine = config.profile.donor, config.profile.engine
+    brought = donor.source != "train"
     idle = {
-        "target.sha256": (target.sha256, not wheel, "target.source is no wheel"),
-        "target.revision": (
-            target.revision,
-            made or Path(target.source).expanduser().is_dir(),
-            "target.source is no hub id",
-        ),
-        "donor.revision": (donor.revision, _local(donor.source), "donor.source is no hub id"),
-        "donor.slots": (donor.slots, donor.source != "train", "the donor brings its own"),
-        "donor.shape": (donor.shape, donor.source != "train", "the donor brings its own"),
-        "donor.train": (donor.train, donor.source != "train", "donor.source is not `train`"),
+        "donor.slots": (donor.slots, brought, "the donor brings its own"),
+        "donor.shape": (donor.shape, brought, "the donor brings its own"),
+        "donor.train": (donor.train, brought, "donor.source is not `train`"),
+        "donor.tokenizer": (donor.tokenizer, not brought, "a donor that is trained here has the target's"),
         "engine.draft_tokens": (engine.draft_tokens, engine.topk == 1, "a chain verifies its drafts and one more"),
     }
     return [
@@ -92,10 +89,6 @@ def left_over(config: Config) -> list[str]:
         for key, (value, without, why) in idle.items()
         if value is not None and without
     ]
-
-
-def _local(source: str) -> bool:
-    return source == "train" or Path(source).expanduser().is_dir()
 
 
 def _outside_git(config: Config, root: Path) -> list[str]:
@@ -143,10 +136,9 @@ def _target_folder(config: Config, root: Path) -> Path | None:
     source, made = config.profile.target.source, root / "artifacts/target"
     if (folder := Path(source).expanduser()).is_dir():
         return folder
-    record = made / "target.json"
     try:
-        return made if json.loads(record.read_text())["source"] == source else None
-    except (OSError, ValueError, KeyError, TypeError):
+        return made if read_object(made / TARGET_RECORD).get("source") == source else None
+    except RedraftError:
         return None
 
 
@@ -156,21 +148,9 @@ def _facts(folder: Path) -> dict[str, Any]:
     Raises:
         RedraftError: none that can be read.
     """
-    path = folder / "config.json"
-    try:
-        top = json.loads(path.read_text())
-        return {**top, **(top.get("text_config") or {})}
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise RedraftError("The target has no readable config.json.", where=path, found=error) from error
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """A JSON object, or nothing."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    top = read_object(folder / "config.json")
+    inner = top.get("text_config")
+    return {**top, **(inner if isinstance(inner, dict) else {})}
 
 
 def _hidden(target: Path | None) -> int:
@@ -182,12 +162,19 @@ def _hidden(target: Path | None) -> int:
 
 def _target(config: Config, folder: Path | None) -> str:
     params, source = config.profile.target, config.profile.target.source
+    require_used(params)
+    made = source.startswith(("wheel:", "fit:"))
     if folder is None:
-        return _elsewhere(source, params.revision, "target.source in the profile", ("wheel:", "fit:"))
+        if not made:
+            locate(source, params.revision)
+        return source if made else f"{source}, from the hub"
+    if not made and locate(source, params.revision) == folder:
+        require_served(folder)
+        weight_files(folder)
     facts = _facts(folder)
     depth, vocab = facts.get("num_hidden_layers"), facts.get("vocab_size")
     if isinstance(depth, int):
-        _require_layers(params.aux_layers, depth)
+        aux_layers_at(depth, params.aux_layers)
     if isinstance(vocab, int) and config.profile.vocab.slots > vocab:
         raise RedraftError(
             "The draft vocabulary is larger than the target's.",
@@ -195,6 +182,11 @@ def _target(config: Config, folder: Path | None) -> str:
             expected=f"at most {vocab} (vocab_size in {folder / 'config.json'})",
             found=config.profile.vocab.slots,
         )
+    _require_tokenizer(folder, params.trust_remote_code)
+    return f"{(facts.get('architectures') or ['?'])[0]}, {depth} layers, hidden {facts.get('hidden_size')}, V {vocab}"
+
+
+def _require_tokenizer(folder: Path, trust_remote_code: bool) -> None:
     if not any(folder.glob("tokenizer*")) and not any(folder.glob("*.model")):
         raise RedraftError(
             "The target has no tokenizer.",
@@ -202,62 +194,24 @@ def _target(config: Config, folder: Path | None) -> str:
             expected="tokenizer.json or tokenizer_config.json",
             fix="copy the tokenizer's files of the model there",
         )
-    own_code = "auto_map" in _object(folder / "tokenizer_config.json")
-    if own_code and not params.trust_remote_code:
+    path = folder / "tokenizer_config.json"
+    if not trust_remote_code and path.is_file() and "auto_map" in read_object(path):
         raise RedraftError(
             "The target's tokenizer is Python code of its own.",
-            where=folder / "tokenizer_config.json",
+            where=path,
             expected="target.trust_remote_code: true in the profile",
             found="auto_map, and trust_remote_code: false",
             fix="read that code, then set the key",
         )
-    if folder == Path(source).expanduser() and not any(folder.glob("*.safetensors")):
-        raise RedraftError("The target has no weights.", where=folder, expected="*.safetensors")
-    return f"{(facts.get('architectures') or ['?'])[0]}, {depth} layers, hidden {facts.get('hidden_size')}, V {vocab}"
 
 
-def _require_layers(chosen: tuple[int, ...] | None, depth: int) -> None:
-    from redraft.target.config import default_aux_layers
-
-    layers = chosen or default_aux_layers(depth)
-    if list(layers) != sorted(set(layers)) or layers[-1] >= depth:
-        raise RedraftError(
-            "The aux layers do not fit the target.",
-            where="target.aux_layers in the profile",
-            expected=f"ascending, distinct, from 0 to {depth - 1}",
-            found=list(layers),
-        )
-
-
-def _elsewhere(source: str, revision: str | None, where: str, made: tuple[str, ...]) -> str:
-    """A source that is not on this machine yet."""
-    if source.startswith(made):
-        return source
-    if source.startswith(("/", ".", "~")) or source.count("/") != 1:
-        raise RedraftError(
-            "The source is neither a folder nor a hub id.",
-            where=where,
-            expected="an existing folder, or ORG/NAME with a revision",
-            found=f"{source} (from here {Path(source).expanduser().absolute()})",
-            fix="check the path; a queued or temporary run needs an absolute one",
-        )
-    if "@" not in source and not re.fullmatch(r"\S+", revision or ""):
-        raise RedraftError(
-            "A hub id needs a revision, so that a rerun gets the same bytes.",
-            where=where.replace("source", "revision"),
-            expected="a commit hash",
-            found="null",
-        )
-    return f"{source}, from the hub"
-
-
-def _donor(config: Config, root: Path, target: Path | None) -> str:
+def _donor(config: Config, target: Path | None) -> str:
     donor = config.profile.donor
     if donor.source == "train":
         return f"trained here on data/{config.params.profile}/donor.jsonl"
-    folder = Path(donor.source).expanduser()
-    if not folder.is_dir():
-        return _elsewhere(donor.source, donor.revision, "donor.source in the profile", ())
+    folder = locate(donor.source, donor.revision)
+    if not isinstance(folder, Path):
+        return f"{donor.source}, from the hub"
     from redraft.drafter.checkpoint import read_parts  # torch
 
     parts = read_parts(folder, finite=False)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from redraft.frame.errors import RedraftError
+from redraft.frame.profile import TargetParams
 
 DRAFTER_FILES = ("*.safetensors", "*.bin")
 NOT_WEIGHTS = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.txt", "*.py", "tiktoken*")
@@ -16,7 +17,17 @@ def checkout(source: str, revision: str | None, weights: tuple[str, ...] = ("*.s
     `ORG/NAME@COMMIT` names both at once; `weights` are the patterns of weight files to fetch.
 
     Raises:
-        RedraftError: neither a folder nor a hub id, a revision of a folder, or the hub cannot be reached.
+        RedraftError: see `locate`; or the hub cannot be reached.
+    """
+    place = locate(source, revision)
+    return place if isinstance(place, Path) else _snapshot(*place, weights)
+
+
+def locate(source: str, revision: str | None) -> Path | tuple[str, str]:
+    """The folder that `source` is, else the name and the commit of a hub id; nothing is fetched.
+
+    Raises:
+        RedraftError: neither a folder nor a hub id, a revision of a folder, or a hub id without one.
     """
     folder = _expanded(source)
     if folder.is_dir():
@@ -46,7 +57,7 @@ def checkout(source: str, revision: str | None, weights: tuple[str, ...] = ("*.s
             found="none",
             fix=f"if a folder was meant: {folder.absolute()} is not there",
         )
-    return _snapshot(name, revision or commit, weights)
+    return name, str(revision or commit)
 
 
 def _expanded(source: str) -> Path:
@@ -69,3 +80,23 @@ def _snapshot(name: str, revision: str, weights: tuple[str, ...]) -> Path:
             found=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             fix="check the name, the network and HF_TOKEN, or give a local folder instead",
         ) from error
+
+
+def require_used(params: TargetParams) -> None:
+    """Refuse keys that this kind of source does not look at: whoever wrote them counts on them.
+
+    Raises:
+        RedraftError: naming the key.
+    """
+    wheel = params.source.startswith("wheel:")
+    idle = {
+        "sha256": params.sha256 and not wheel,
+        "revision": params.revision and (wheel or params.source == "fit:tiny"),
+    }
+    for name in (name for name, given in idle.items() if given):
+        raise RedraftError(
+            f"{name} has no effect beside this target.",
+            where=f"target.{name} in the profile",
+            found=f"{getattr(params, name)}, beside source: {params.source}",
+            fix="remove it" + (", or name a wheel" if name == "sha256" else ", or name a hub id"),
+        )

@@ -89,7 +89,11 @@ def _fields(folder: Path) -> dict[str, Any]:
 
 def aux_layers_of(config: Any, chosen: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """Aux layers as inputs of layers: `chosen`, checked against the depth, or the default of the depth."""
-    depth = config.get_text_config().num_hidden_layers
+    return aux_layers_at(config.get_text_config().num_hidden_layers, chosen)
+
+
+def aux_layers_at(depth: int, chosen: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The same for a target of `depth` decoder layers."""
     if chosen is None:
         return default_aux_layers(depth)
     if list(chosen) != sorted(set(chosen)) or not 0 <= chosen[0] <= chosen[-1] < depth:

