@@ -7,8 +7,10 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from test_track import children, history, parents, runs
 from redraft.cli import main
 from redraft.frame import mlflow_runs
 from redraft.frame.journal import Journal, journals
-from redraft.frame.mlflow_client import tracking_uri
+from redraft.frame.mlflow_client import client, is_away, tracking_uri
 from redraft.frame.mlflow_names import figures, flat, shortened, valid_name
 from redraft.frame.mlflow_runs import send
 from redraft.frame.params import load_config
@@ -186,12 +188,12 @@ def test_a_journal_of_an_earlier_release_is_sent(workspace: Path, monkeypatch: p
     ]
     path = folder / "vocab-0123456789ab.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in written))
-    client = MlflowClient(tracking_uri())
-    experiment = client.create_experiment("redraft/smollm")
-    parent = client.create_run(experiment, tags={"pipeline.run": "abc-1"}).info.run_id
-    client.set_terminated(parent)
+    store = MlflowClient(tracking_uri())
+    experiment = store.create_experiment("redraft/smollm")
+    parent = store.create_run(experiment, tags={"pipeline.run": "abc-1"}).info.run_id
+    store.set_terminated(parent)
     tags = {"mlflow.parentRunId": parent, "stage": "vocab", "redraft.journal": path.stem}
-    client.set_terminated(client.create_run(experiment, tags=tags).info.run_id)
+    store.set_terminated(store.create_run(experiment, tags=tags).info.run_id)
     publish(monkeypatch)
     (child,) = children("vocab")
     assert sorted(child.data.metrics.values()) == [0.9, 3]
@@ -271,10 +273,39 @@ def test_a_store_that_writes_nothing_refuses_no_figure(
     assert "redraft.refused" not in child.data.tags
 
 
+@pytest.mark.parametrize(
+    ("status", "away"),
+    [(400, False), (413, False), (500, False), (401, True), (403, True), (408, True), (429, True), (502, True),
+     (503, True), (504, True), (None, True)],
+)  # fmt: skip
+def test_a_server_that_says_no_is_told_from_one_that_cannot_answer(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, status: int | None, away: bool
+) -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status or 0)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as answering:
+        if status:
+            threading.Thread(target=answering.serve_forever, daemon=True).start()
+        else:
+            answering.server_close()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{answering.server_port}")
+        with pytest.raises(MlflowException) as caught:
+            client(patience=10).set_tag("0" * 32, "a", "b")
+        if status:
+            answering.shutdown()
+    assert is_away(caught.value) == away
+
+
 def test_what_the_database_behind_a_server_refuses_is_told_by_name(
     workspace: Path, server: str, server_database: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """The server then answers 500, as it does when it is broken."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
     when = "BEFORE INSERT ON metrics WHEN NEW.key = 'vocab/forced' BEGIN SELECT RAISE(ABORT, 'no'); END"
@@ -291,9 +322,9 @@ def test_what_the_database_behind_a_server_refuses_is_told_by_name(
 def test_a_deleted_experiment_is_told_as_such(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    client = MlflowClient(tracking_uri())
-    number = client.create_experiment("redraft/smollm")
-    client.delete_experiment(number)
+    store = MlflowClient(tracking_uri())
+    number = store.create_experiment("redraft/smollm")
+    store.delete_experiment(number)
     run("vocab", lambda _: Result({"slots": 5}))
     told = capsys.readouterr().err
     assert told.count("warning: ") == 1
@@ -308,13 +339,20 @@ def test_a_deleted_experiment_is_told_as_such(
     assert children("vocab")[0].data.metrics["vocab/slots"] == 5
 
 
-def test_a_deleted_run_stays_deleted(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = MlflowClient(tracking_uri())
-    run("vocab", lambda _: Result({"slots": 5}))
-    client.delete_run(children("vocab")[0].info.run_id)
+def test_a_deleted_run_stays_deleted(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = MlflowClient(tracking_uri())
+
+    def body() -> Result:
+        store.delete_run(children("vocab")[0].info.run_id)
+        return Result({"slots": 5})
+
+    run("vocab", lambda _: body())
     publish(monkeypatch)
     assert not children("vocab")
-    client.delete_run(parents()[0].info.run_id)
+    assert capsys.readouterr().err == ""
+    store.delete_run(parents()[0].info.run_id)
     run("train", lambda _: Result({"slots": 5}, headline={"train/loss": 2.0}))
     publish(monkeypatch)
     assert [parent.data.metrics for parent in parents()] == [{"train/loss": 2}]
@@ -373,8 +411,8 @@ def test_a_request_that_is_too_large_is_sent_in_parts(
     refused: dict[str, str] = {}
     assert send(written.path, refused=refused) == 2
     assert not refused
-    client = MlflowClient(server)
-    found = client.search_runs([client.get_experiment_by_name("redraft/large").experiment_id])
+    store = MlflowClient(server)
+    found = store.search_runs([store.get_experiment_by_name("redraft/large").experiment_id])
     assert [len(each.data.params) for each in found] == [103, 103]
     assert found[0].data.params["profile.engine.flags.tp-size"] == "8"
 

@@ -138,16 +138,23 @@ def test_a_partial_run_ends_when_another_begins(workspace: Path) -> None:
     assert [parent.info.status for parent in parents()] == ["FINISHED", "RUNNING"]
 
 
-def test_a_process_that_dies_is_told_by_whoever_comes_next(workspace: Path) -> None:
+@pytest.mark.parametrize("next_run", ["the same", "another"])
+def test_a_process_that_dies_is_told_by_whoever_comes_next(workspace: Path, next_run: str) -> None:
     script = "import os, signal; from redraft.frame.stage import run; "
     script += "run('train', lambda _: os.kill(os.getpid(), signal.SIGKILL))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
     assert {found.info.status for found in runs()} == {"RUNNING"}
-    knob(workspace, lr=1e-5)
-    stage("vocab")
-    assert [parent.info.status for parent in parents()] == ["KILLED", "RUNNING"]
-    (child,) = children("train")
+    if next_run == "another":
+        knob(workspace, lr=1e-5)
+        stage("vocab")
+        assert [parent.info.status for parent in parents()] == ["KILLED", "RUNNING"]
+    else:
+        (workspace / "src").mkdir()
+        (workspace / "src" / "mend.py").write_text("")
+        stage("train")
+        assert [parent.info.status for parent in parents()] == ["RUNNING"]
+    child = children("train")[0]
     assert child.info.status == "KILLED"
     assert "without a word" in child.data.tags[mlflow_runs.ERROR_TAG]
 

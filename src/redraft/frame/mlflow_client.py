@@ -57,7 +57,7 @@ class _Patient:
 
     def __getattr__(self, name: str) -> Any:
         if time.monotonic() > self._until:
-            raise TimeoutError("it takes too long")
+            raise TimeoutError("it answers too slowly")
         return getattr(self._client, name)
 
 

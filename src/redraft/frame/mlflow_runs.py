@@ -64,27 +64,28 @@ def send(path: Path, patience: float = 120, refused: Refused | None = None) -> i
         return count
 
 
-def close_partial_runs(profile: str, but: str = "") -> None:
-    """End the parents of this workspace that wait for a stage, but for the pipeline run with the id `but`."""
+def close_partial_runs(profile: str) -> None:
+    """End the parents of this workspace that wait for another stage; one of which a stage runs goes on."""
     server = client(patience=30)
     found = server.get_experiment_by_name(_experiment_name(profile))
     if found and found.lifecycle_stage != "deleted":
-        _close_partial_runs(server, found.experiment_id, but)
+        _close_partial_runs(server, found.experiment_id)
 
 
-def _close_partial_runs(server: Any, experiment: str, but: str) -> None:
+def _close_partial_runs(server: Any, experiment: str) -> None:
     mine = f"tags.`{WORKSPACE_TAG}` = '{workspace()}' and attributes.status = '{RUNNING}'"
     for parent in server.search_runs([experiment], mine):
-        run = parent.data.tags[RUN_TAG]
-        if run == but:
-            continue
-        stands = pipeline_state(run, over=True)
-        left = f"tags.`mlflow.parentRunId` = '{parent.info.run_id}' and attributes.status = '{RUNNING}'"
-        for child in server.search_runs([experiment], left):
-            path = home() / "journal" / f"{child.data.tags[JOURNAL_TAG]}.jsonl"
-            if path.is_file():
-                _settle(server, child, state(path))
-        _settle(server, parent, stands)
+        _end_dead_stages(server, experiment, parent)
+        _settle(server, parent, pipeline_state(parent.data.tags[RUN_TAG], over=True))
+
+
+def _end_dead_stages(server: Any, experiment: str, parent: Any) -> None:
+    """A process that was killed could not tell it."""
+    left = f"tags.`mlflow.parentRunId` = '{parent.info.run_id}' and attributes.status = '{RUNNING}'"
+    for child in server.search_runs([experiment], left):
+        path = home() / "journal" / f"{child.data.tags[JOURNAL_TAG]}.jsonl"
+        if path.is_file():
+            _settle(server, child, state(path))
 
 
 def _send_lines(server: Any, path: Path, child: Any, parent: Any, refused: Refused) -> int:
@@ -153,10 +154,11 @@ def _runs(server: Any, header: dict[str, Any], journal: str, store: Path, refuse
 def _parent(server: Any, experiment: str, header: dict[str, Any]) -> Any:
     run, key = run_of(header), header["key"]
     if found := server.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run}'"):
+        _end_dead_stages(server, experiment, found[0])
         return found[0]
     tags = {**_tags(header), PARENT_TAG: key, RUN_TAG: run, WORKSPACE_TAG: workspace()}
     parent = server.create_run(experiment, tags=tags, run_name=key, start_time=header["time"])
-    _close_partial_runs(server, experiment, run)
+    _close_partial_runs(server, experiment)
     return parent
 
 

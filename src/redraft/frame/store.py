@@ -9,6 +9,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def fingerprint(identity: dict[str, Any]) -> str:
 
 
 def files_fingerprint(folders: Iterable[Path]) -> str:
-    """Of the names, sizes and first 64 KiB of all files but hidden and compiled ones.
+    """Of the names, sizes and first 64 KiB of all files but hidden, compiled and unreadable ones.
 
     Milliseconds, and enough for code and for manifests, which hold the hashes of what is larger.
     """
@@ -41,9 +42,10 @@ def files_fingerprint(folders: Iterable[Path]) -> str:
     for folder in folders:
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder)
-            if path.is_file() and path.suffix != ".pyc" and not any(part.startswith(".") for part in name.parts):
-                with path.open("rb") as file:
-                    head = file.read(HEAD_BYTES)
+            if path.suffix == ".pyc" or any(part.startswith(".") for part in name.parts):
+                continue
+            with suppress(OSError), path.open("rb") as file:
+                head = file.read(HEAD_BYTES)
                 digest.update(repr((folder.name, str(name), path.stat().st_size, head)).encode())
     return digest.hexdigest()[:16]
 
