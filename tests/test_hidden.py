@@ -9,17 +9,19 @@ import torch
 from conftest import HIDDEN, VOCAB
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from redraft.corpus.chat import Sample, load_tokenizer
 from redraft.corpus.corpus import Corpus, gather, read_corpus, tokenize_file, write_corpus
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import CorpusParams, ExtractParams
 from redraft.hidden import extract as extraction
-from redraft.hidden.extract import extract, forward, summary
+from redraft.hidden.extract import diagnostic_documents, extract, forward, summary
 from redraft.hidden.rows import HiddenStates, PackedRows, pack
 from redraft.hidden.shards import ShardWriter
 from redraft.target.ends import target_hash
 from redraft.target.model import Target
+from redraft.train.step import counted_positions
 
 LENGTHS = [7, 3, 12, 5, 9, 30, 1, 4]
 
@@ -65,16 +67,55 @@ def test_every_document_reads_back_as_extracted_alone(target: Target, llama_fold
 
 
 def test_the_diagnostic_shard_has_the_layers_around(target: Target, llama_folder: Path, store: Path) -> None:
-    from safetensors.torch import load_file
-
-    corpora = {"train": corpus_of([5]), "heldout": corpus_of([9, 8, 7, 6], seed=1)}
+    corpora = {"train": corpus_of([5]), "heldout": corpus_of([9, 8, 7, 12, 6, 30, 16], seed=1)}
     manifest = extract(target, target_hash(llama_folder), corpora, PARAMS)
     shard = load_file(manifest.parent / "diagnostic.safetensors")
     layers = {int(name.removeprefix("layer_")) for name in shard if name.startswith("layer_")}
     assert layers == {1, 2, 3, 4, 5, 6}
-    assert 20 <= len(shard["input_ids"]) < 30
     final = target.decoder.norm(shard["unnormed"].float())
     assert torch.allclose(final, shard["final"].float(), rtol=5e-2, atol=5e-2)
+    documents = torch.arange(1, len(shard["offsets"])).repeat_interleave(shard["offsets"].diff())
+    counted = counted_positions(shard["loss_mask"][None], documents[None], 1)
+    assert int(counted.sum()) == summary(manifest)["diagnostic_positions"] >= 20
+
+
+@given(
+    documents=st.lists(
+        st.tuples(st.sampled_from(["", "a", "b"]), st.lists(st.booleans(), min_size=3, max_size=12)), min_size=1
+    ),
+    positions=st.integers(1, 40),
+)
+def test_the_diagnostic_shard_counts_what_training_counts_and_takes_all_sources_in_turn(
+    documents: list[tuple[str, list[bool]]], positions: int
+) -> None:
+    masks = [torch.tensor(mask, dtype=torch.uint8) for _, mask in documents]
+    lengths = torch.tensor([0, *map(len, masks)])
+    names, sources = [f"s{number}" for number in range(len(masks))], [source for source, _ in documents]
+    ids = torch.zeros(int(lengths.sum()), dtype=torch.int32)
+    corpus = Corpus(ids, torch.cat(masks), lengths.cumsum(0), names, sources, {})
+    chosen = diagnostic_documents(corpus, positions)
+    assert chosen == diagnostic_documents(corpus, positions) == sorted(set(chosen))
+    counts = [int(counted_positions(mask[None], torch.ones(1, len(mask)), 1).sum()) for mask in masks]
+    assert [extraction._measurable(mask) for mask in masks] == counts
+    assert sum(counts[index] for index in chosen) >= positions or len(chosen) == len(masks)
+    assert sum(sorted(counts[index] for index in chosen)[:-1]) < positions  # one that is needed came last
+    taken = {source: sum(sources[index] == source for index in chosen) for source in set(sources)}
+    for source, count in taken.items():  # a source has fewer only where it has no more
+        assert count >= max(taken.values()) - 1 or count == sources.count(source)
+
+
+def test_the_diagnostic_shard_is_not_the_first_documents() -> None:
+    corpus = corpus_of([10] * 50)
+    chosen = diagnostic_documents(corpus, 60)
+    assert len(chosen) == 10  # six measurable positions each
+    assert max(chosen) > 30
+
+
+def test_states_are_copies_that_do_not_keep_their_batch(target: Target) -> None:
+    documents = [corpus_of([length]).document(0) for length in (40, 2)]
+    for result in forward(target, documents):
+        for name in ("aux", "final"):
+            assert result[name].untyped_storage().nbytes() == result[name].nbytes
 
 
 def test_a_second_run_finds_the_shards_and_a_lost_shard_is_told(
@@ -89,6 +130,11 @@ def test_a_second_run_finds_the_shards_and_a_lost_shard_is_told(
     shard.unlink()
     with pytest.raises(RedraftError, match="not in the store"):
         HiddenStates(manifest, "train")
+    extract(target, target_hash(llama_folder), corpora, PARAMS)
+    shard.write_bytes(b"x" * shard.stat().st_size)
+    with pytest.raises(RedraftError, match=shard.name):
+        HiddenStates(manifest, "train")
+    shard.unlink()
     extract(target, target_hash(llama_folder), corpora, PARAMS)
     assert HiddenStates(manifest, "train").tokens == sum(LENGTHS)
 

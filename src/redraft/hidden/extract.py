@@ -1,20 +1,21 @@
 """Run the target over a corpus once and keep what a drafter is trained on."""
 
 import hashlib
-import json
+import itertools
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
-from safetensors import safe_open
 from torch import Tensor
 
 from redraft.corpus.corpus import Corpus
 from redraft.frame import atomic
 from redraft.frame.device import resolve
 from redraft.frame.errors import RedraftError
+from redraft.frame.files import open_tensors, read_object
 from redraft.frame.profile import ExtractParams, Profile
 from redraft.frame.progress import counter
 from redraft.frame.store import fingerprint, store_root
@@ -82,15 +83,18 @@ def _write(target: Target, corpora: Corpora, params: ExtractParams, folder: Path
             writer.flush()
             manifest["splits"][split] = writer.shards
         if "heldout" in corpora:
-            tensors = _diagnostic(target, corpora["heldout"], params.diagnostic_positions)
-            manifest["diagnostic"] = write_shard(partial / "diagnostic.safetensors", tensors)
+            heldout = corpora["heldout"]
+            chosen = diagnostic_documents(heldout, params.diagnostic_positions)
+            written = write_shard(partial / "diagnostic.safetensors", _diagnostic(target, heldout, chosen))
+            positions = sum(_measurable(heldout.document(index)[1]) for index in chosen)
+            manifest["diagnostic"] = {**written, "positions": positions}
         manifest["recheck_difference"] = _recheck(target, corpora, manifest, partial, params)
         atomic.write_json(partial / MANIFEST, manifest)
 
 
 def summary(manifest: Path) -> dict[str, Any]:
     """Documents, tokens and bytes by split, bytes per token, and the largest difference of the rechecked samples."""
-    record = json.loads(manifest.read_text())
+    record = read_object(manifest)
     rows: dict[str, Any] = {
         split: {
             "documents": sum(len(shard["samples"]) for shard in shards),
@@ -104,7 +108,7 @@ def summary(manifest: Path) -> dict[str, Any]:
     return {
         **rows,
         "bytes_per_token": round(total["bytes"] / total["tokens"]),
-        "diagnostic_positions": record["diagnostic"]["tokens"],
+        "diagnostic_positions": record["diagnostic"]["positions"],
         "recheck_difference": round(record["recheck_difference"], 6),
     }
 
@@ -112,9 +116,9 @@ def summary(manifest: Path) -> dict[str, Any]:
 def _complete(stored: Path) -> bool:
     if not stored.is_file():
         return False
-    manifest = json.loads(stored.read_text())
-    entries = [entry for shards in manifest["splits"].values() for entry in shards]
     try:
+        manifest = read_object(stored)
+        entries = [entry for shards in manifest["splits"].values() for entry in shards]
         for entry in [*entries, *([manifest["diagnostic"]] if "diagnostic" in manifest else [])]:
             check_present(stored.parent / entry["file"], entry["bytes"])
     except RedraftError:
@@ -159,23 +163,43 @@ def forward(
             {
                 "input_ids": ids.int(),
                 "loss_mask": mask,
-                "aux": aux[row, : len(ids)].cpu().clone(),
-                "final": states.to(dtype).cpu().clone(),
+                "aux": aux[row, : len(ids)].to("cpu", copy=True),  # not a view that keeps the whole batch
+                "final": states.to("cpu", dtype, copy=True),
                 "greedy": greedy.int().cpu(),
             }
         )
     return results
 
 
+def _measurable(mask: Tensor) -> int:
+    """Positions whose first draft step can be measured: the two next tokens are supervised."""
+    return int((mask[1:-1].bool() & mask[2:].bool()).sum())
+
+
+def diagnostic_documents(corpus: Corpus, positions: int) -> list[int]:
+    """Documents that have `positions` measurable positions together, or all: one of every source in turn, at random.
+
+    The same corpus gives the same documents, in their order.
+    """
+    shuffled = [random.Random(0).sample(documents, len(documents)) for documents in corpus.by_source().values()]
+    chosen: list[int] = []
+    for index in (index for turn in itertools.zip_longest(*shuffled) for index in turn if index is not None):
+        if positions <= 0:
+            break
+        chosen.append(index)
+        positions -= _measurable(corpus.document(index)[1])
+    return sorted(chosen)
+
+
 @torch.inference_mode()
-def _diagnostic(target: Target, corpus: Corpus, positions: int) -> dict[str, Tensor]:
-    """Held-out positions with the layers around each aux layer (`layer_<i>`, inputs) and the un-normed final state."""
+def _diagnostic(target: Target, corpus: Corpus, documents: list[int]) -> dict[str, Tensor]:
+    """Documents with the layers around each aux layer (`layer_<i>`, inputs) and the un-normed final state."""
     depth = len(target.decoder.layers)
     wanted = {layer + shift for layer in target.aux_layers for shift in (-1, 0, 1)}
     layers = sorted(layer for layer in wanted if 0 <= layer < depth)
     kept: dict[str, list[Tensor]] = {}
     lengths = [0]
-    for index in range(len(corpus)):
+    for index in documents:
         ids, mask = corpus.document(index)
         with target.capture(layers) as captured:
             row = ids[None].long().to(target.head.device)
@@ -187,8 +211,6 @@ def _diagnostic(target: Target, corpus: Corpus, positions: int) -> dict[str, Ten
         for name, tensor in {"input_ids": ids, "loss_mask": mask, **tensors}.items():
             kept.setdefault(name, []).append(tensor)
         lengths.append(len(ids))
-        if sum(lengths) >= positions:
-            break
     joined = {name: torch.cat(parts) for name, parts in kept.items()}
     return {**joined, "offsets": torch.tensor(lengths).cumsum(0)}
 
@@ -205,7 +227,7 @@ def _recheck(target: Target, corpora: Corpora, manifest: dict[str, Any], folder:
         for entry, place in places[spread // 2 :: spread][: params.recheck]:
             sample = entry["samples"][place]
             alone = forward(target, [corpus.document(corpus.samples.index(sample))])[0]
-            with safe_open(folder / entry["file"], "pt") as file:
+            with open_tensors(folder / entry["file"]) as file:
                 start, end = file.get_tensor("offsets")[place : place + 2].tolist()
                 written = {kind: file.get_slice(kind)[start:end].float() for kind in ("aux", "final")}
             for kind, states in written.items():

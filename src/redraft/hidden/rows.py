@@ -2,17 +2,17 @@
 
 import bisect
 import itertools
-import json
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from redraft.frame.errors import RedraftError
+from redraft.frame.files import open_tensors, read_object
 from redraft.frame.store import store_root
 from redraft.hidden.shards import PER_TOKEN, check_present
 
@@ -42,23 +42,23 @@ class HiddenStates:
         Raises:
             RedraftError: a field differs, or a shard is missing or has another size.
         """
-        self.manifest = json.loads(manifest.read_text())
+        self.manifest = read_object(manifest)
         for name, value in identity.items():
-            if self.manifest[name] != value:
+            if self.manifest.get(name) != value:
                 raise RedraftError(
                     "The hidden states were extracted from something else.",
                     where=f"{manifest}: {name}",
                     expected=value,
-                    found=self.manifest[name],
+                    found=self.manifest.get(name),
                     fix="rerun the extract stage",
                 )
         folder = store_root() / self.manifest["fingerprint"]
-        self._files: list[Any] = []
+        self._open, self._files = ExitStack(), list[Any]()
         self.documents: list[Document] = []
         for number, entry in enumerate(self.manifest["splits"][split]):
             path = folder / entry["file"]
             check_present(path, entry["bytes"])
-            self._files.append(safe_open(path, "pt").__enter__())
+            self._files.append(self._open.enter_context(open_tensors(path)))
             offsets = self._files[-1].get_tensor("offsets").tolist()
             places = zip(itertools.pairwise(offsets), entry["samples"], strict=True)
             self.documents += [Document(number, start, end, sample) for (start, end), sample in places]
