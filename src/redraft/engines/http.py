@@ -10,6 +10,7 @@ from urllib3.exceptions import HTTPError
 
 MOST_CLIENTS = 1024
 CONNECT_SECONDS = 5.0
+PIECE = 1 << 16
 _BROKEN = (requests.RequestException, HTTPError, OSError, ValueError)  # ValueError: an address that is none
 
 
@@ -47,19 +48,19 @@ class Client:
         whole, last, text = False, time.monotonic(), ""
         reply = self._ask("POST", path, body, self.seconds, stream=True)
         try:
-            with reply:
-                for line in reply.iter_lines(chunk_size=None):  # type: ignore[call-overload]  # as they arrive
-                    text = line.decode(errors="replace").strip()
-                    if text.startswith((":", "event:", "id:", "retry:")):  # a gateway's sign of life is no piece
-                        if time.monotonic() - last > self.seconds:
-                            raise ReplyError("The server broke off an answer.", f"timed out: {text!r} alone")
-                        continue
-                    text, last = text.removeprefix("data:").strip(), time.monotonic()
-                    whole = whole or text == "[DONE]"
-                    if text and not whole:
-                        yield _event(text)
+            for line in _lines(reply):
+                text = line.decode(errors="replace").strip().removeprefix("data:").strip()
+                if not text or text.startswith((":", "event:", "id:", "retry:")):  # a sign of life is no piece
+                    if time.monotonic() - last > self.seconds:
+                        raise ReplyError("The server broke off an answer.", f"timed out: no event, {text!r}")
+                    continue
+                last, whole = time.monotonic(), whole or text == "[DONE]"
+                if not whole:
+                    yield _event(text)
         except _BROKEN as error:
             raise ReplyError("The server broke off an answer.", f"{type(error).__name__}: {error}") from error
+        finally:
+            reply.close()
         if not whole:
             raise ReplyError(
                 "The server broke off an answer.", f"the stream ended before [DONE]{text and ', with '}{text}"
@@ -82,6 +83,15 @@ class Client:
         if told:
             raise ReplyError("The server refused a request.", f"{path}: HTTP {status}: {told}", status)
         return reply
+
+
+def _lines(reply: requests.Response) -> Iterator[bytes]:
+    """Lines as they arrive, chunked or not; `iter_lines` of requests holds back a reply that is not."""
+    left = b""
+    while part := reply.raw.read1(PIECE):
+        *lines, left = (left + part).split(b"\n")
+        yield from lines
+    yield left
 
 
 def first_line(body: bytes) -> str:

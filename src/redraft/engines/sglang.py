@@ -56,7 +56,7 @@ class SGLangEngine:
         self.draft_tokens = draft_tokens(self.params, self.spec_steps)
         self._counted, self._lock = Acceptance(self.spec_steps), Lock()
         self._client = Client(self.url or "", self.params.request_seconds)
-        self._unready = ""
+        self._unready = ReplyError("", "not asked")
 
     @property
     def url(self) -> str | None:
@@ -78,7 +78,8 @@ class SGLangEngine:
         name = f"sglang-{self.drafter.name}-{shape}" if self.drafter else "sglang-baseline"
         if self.url:
             if not self.ready(self.params.ready_seconds):
-                self._fail("The server does not answer.", self._unready, fix="give the URL of a running server")
+                told, fix = self._unready, "give the URL of a running server"
+                self._fail("The server does not answer.", f"{told.what} {told.found}", cause=_cause(told), fix=fix)
         else:
             port = self.params.port or free_port()
             require_port(port)
@@ -96,7 +97,7 @@ class SGLangEngine:
                 self._client.get(path, max(0.1, min(seconds, HEALTH_SECONDS)))
                 return True
             except ReplyError as fault:
-                self._unready = f"{fault.what} {fault.found}"
+                self._unready = fault
                 if fault.status != 404:
                     return False
         return False
@@ -238,8 +239,7 @@ class SGLangEngine:
         try:
             yield
         except ReplyError as fault:
-            cause = "the server, or a gateway before it, asks for a key" if fault.status in (401, 403) else None
-            self._fail(fault.what, fault.found, cause=cause)
+            self._fail(fault.what, fault.found, cause=_cause(fault))
 
     def _fail(
         self, what: str, found: str, *, expected: str | None = None, cause: str | None = None, fix: str | None = None
@@ -250,3 +250,7 @@ class SGLangEngine:
             self._process.require_alive("while it served")
         where = f"{self._base} ({'joined' if self.url else self._process and self._process.log})"
         raise RedraftError(what, where=where, expected=expected, found=found, cause=cause, fix=fix)
+
+
+def _cause(fault: ReplyError) -> str | None:
+    return "the server, or a gateway before it, asks for a key" if fault.status in (401, 403) else None

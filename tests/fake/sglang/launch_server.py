@@ -59,6 +59,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path.startswith("/health"):
+            if FAKE == "mute":
+                time.sleep(3600)
             return self.reply(503 if FAKE == "never ready" else 200, b"")
         if self.path != "/server_info":
             return self.reply(404, b"")
