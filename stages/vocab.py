@@ -5,6 +5,7 @@ from typing import Any
 
 from redraft.corpus.chat import decodable_ids, forced_ids, load_tokenizer
 from redraft.corpus.corpus import Corpus, read_corpus
+from redraft.frame.errors import some
 from redraft.frame.params import Config
 from redraft.frame.stage import Result, run
 from redraft.target.ends import read_ends
@@ -38,12 +39,19 @@ def main(config: Config) -> Result:
         "slots": len(built.mapping),
         "forced": built.forced,
         "padded": built.padded,
+        "outside": len(built.outside),
         "distinct_supervised": int((counts["train"] > 0).sum()),
         "coverage_train": round(coverage(built.mapping, counts["train"]), 6),
         "coverage_heldout": round(coverage(built.mapping, counts["heldout"]), 6),
     }
     if built.padded > MAX_PADDED * len(built.mapping):
-        print(f"warning: {built.padded:,} of {len(built.mapping):,} slots hold ids that the corpus never shows")
+        print(
+            f"warning: {built.padded:,} of {len(built.mapping):,} slots hold ids that the corpus never shows: lower "
+            f"vocab.slots in the profile to {len(built.mapping) - built.padded:,}, or give more chats"
+        )
+    if built.outside:
+        names = [f"{number} ({tokenizer.convert_ids_to_tokens(number)})" for number in built.outside]
+        print(f"note: tokens that the target has no row for are left out of the vocabulary: {some(names)}")
     metrics["coverage_by_source"] = {split: by_source(corpus, built.mapping) for split, corpus in corpora.items()}
     return Result(metrics, headline={"vocab/coverage_heldout": metrics["coverage_heldout"]})
 

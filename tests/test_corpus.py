@@ -257,9 +257,9 @@ def test_the_same_conversation_is_the_same_text_whatever_its_id(tmp_path: Path) 
             require_apart(conversations(write(tmp_path / "b.jsonl", held)), conversations(train), "here")
 
 
-def stage(folder: Path, target: Path, **files: dict[str, Any]) -> subprocess.CompletedProcess:
-    """The corpus stage as DVC runs it, with files of chats."""
-    (folder / "artifacts").mkdir()
+def project(folder: Path, target: Path, **files: dict[str, Any]) -> Path:
+    """A project of profile `tiny` with a target and files of chats."""
+    (folder / "artifacts").mkdir(parents=True)
     (folder / "artifacts/target").symlink_to(target)
     (folder / "data/tiny").mkdir(parents=True)
     (folder / "profiles").mkdir()
@@ -268,7 +268,12 @@ def stage(folder: Path, target: Path, **files: dict[str, Any]) -> subprocess.Com
     (folder / "params.yaml").write_text(knobs.replace("profile: smollm ", "profile: tiny "))
     for split, chats in files.items():
         write(folder / f"data/tiny/{split}.jsonl", chats)
-    command = [sys.executable, str(ROOT / "stages/corpus.py")]
+    return folder
+
+
+def stage(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A stage as DVC runs it."""
+    command = [sys.executable, str(ROOT / f"stages/{name}.py")]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
@@ -279,7 +284,7 @@ def numbered(count: int, word: str) -> dict[str, Any]:
 def test_the_stage_counts_duplicates_and_warns_of_few_held_out_chats(tiny_folder: Path, tmp_path: Path) -> None:
     train = {**numbered(5, "train"), "again": numbered(1, "train")["train-0"]}
     files = {"train": train, "heldout": numbered(7, "heldout"), "donor": numbered(3, "train")}
-    done = stage(tmp_path, tiny_folder, **files)
+    done = stage("corpus", project(tmp_path, tiny_folder, **files))
     assert done.returncode == 0, done.stderr
     metrics = json.loads((tmp_path / "metrics/corpus.json").read_text())
     assert {split: each["duplicates"] for split, each in metrics.items()} == {"train": 1, "heldout": 0, "donor": 0}
@@ -290,6 +295,21 @@ def test_the_stage_counts_duplicates_and_warns_of_few_held_out_chats(tiny_folder
 def test_the_stage_refuses_a_held_out_chat_that_is_trained_on(split: str, tiny_folder: Path, tmp_path: Path) -> None:
     files = {"train": numbered(9, "train"), "heldout": numbered(9, "heldout"), "donor": numbered(9, "donor")}
     files[split] = {**files[split], "x": files["heldout"]["heldout-4"]}
-    done = stage(tmp_path, tiny_folder, **files)
+    done = stage("corpus", project(tmp_path, tiny_folder, **files))
     assert (done.returncode, "heldout-4 is x" in done.stderr, "Traceback" in done.stderr) == (1, True, False)
     assert not (tmp_path / "artifacts/corpus").exists()
+
+
+def test_a_token_that_the_target_has_no_row_for_is_left_out_of_the_vocabulary(folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(["<think>"], special_tokens=True)  # id 640 of 640 rows
+    tokenizer.save_pretrained(folder)
+    files = {"train": numbered(9, "train"), "heldout": numbered(9, "heldout"), "donor": numbered(9, "donor")}
+    where = project(tmp_path / "project", folder, **files)
+    for name in ("corpus", "vocab"):
+        done = stage(name, where)
+        assert done.returncode == 0, done.stderr
+    assert "left out of the vocabulary: 640 (<think>)" in done.stdout
+    metrics = json.loads((where / "metrics/vocab.json").read_text())
+    assert metrics["outside"] == 1
+    assert f"lower vocab.slots in the profile to {400 - metrics['padded']}" in done.stdout

@@ -62,6 +62,55 @@ def test_an_id_beyond_the_target_is_refused() -> None:
         count_tokens(np.array([3, 64]), np.array([1, 1]), 64)
 
 
+def test_an_id_beyond_the_target_is_refused_outside_answers_too() -> None:
+    with pytest.raises(RedraftError, match="3 to 64"):  # the target reads all of them
+        count_tokens(np.array([3, 64]), np.array([1, 0]), 64)
+
+
+@given(
+    st.sets(st.integers(0, 29), min_size=1), st.sets(st.integers(0, 29)), st.sets(st.integers(0, 29)), st.integers(1, 9)
+)
+def test_tokens_without_a_row_are_left_out_and_named(
+    known: set[int], special: set[int], single: set[int], size: int
+) -> None:
+    # A13: the tokenizer of gemma-3-1b-it has 262,145 ids, its embedding 262,144 rows
+    rows, counts = 20, np.arange(20)
+    within = {number for number in known | special if number < rows}
+    forced = {number for number in special if number < rows}
+    if len(forced) <= size:
+        built = build(counts, size, forced=special, decodable=known)
+        assert built.outside == tuple(sorted(number for number in known | special if number >= rows))
+        assert (
+            built.mapping.hash == build(counts, size, forced=forced, decodable=within - special | forced).mapping.hash
+        )
+    donor, new = Mapping(np.arange(5), rows), Mapping(np.arange(3, 9), rows)
+    found = audit(donor, new, special={number: f"<{number}>" for number in special}, single_bytes=single)
+    inside = audit(donor, new, special={n: f"<{n}>" for n in forced}, single_bytes={n for n in single if n < rows})
+    assert found.verdict == inside.verdict
+    assert all(
+        each["all"] == len(ids & set(range(rows)))
+        for each, ids in zip(
+            (found.tokens[name] for name in ("special", "byte") if name in found.tokens),
+            (ids for ids in (special, single) if ids),
+            strict=True,
+        )
+    )
+    assert {name for name, place in found.special.items() if place == "no row"} == {
+        f"{number} <{number}>" for number in special - forced
+    }
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "mapping.safetensors"])
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"[]"])
+def test_a_broken_vocabulary_is_told(name: str, content: bytes | None, tmp_path: Path) -> None:
+    write_vocab(tmp_path / "vocab", build(np.arange(64), 8, decodable=range(64)), {}, {})
+    (tmp_path / "vocab" / name).unlink()
+    if content is not None:
+        (tmp_path / "vocab" / name).write_bytes(content)
+    with pytest.raises(RedraftError, match="vocab"):
+        read_vocab(tmp_path / "vocab")
+
+
 def test_a_vocabulary_is_read_as_it_was_written(tmp_path: Path) -> None:
     built = build(np.arange(64), 8, decodable=range(64))
     write_vocab(tmp_path / "vocab", built, {"train": np.arange(64)}, {"corpus": "x"})

@@ -50,9 +50,9 @@ class Audit:
     coverage: dict[str, dict[str, float]] = field(default_factory=dict)
     """By split: share of supervised tokens in the donor's vocabulary (what keeping it costs) and in the new one."""
     tokens: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Of special and of byte tokens: how many are in the donor's vocabulary, in the new one, in neither."""
+    """Of special and of byte tokens with a row: how many are in the donor's vocabulary, in the new one, in neither."""
     special: dict[str, str] = field(default_factory=dict)
-    """Every special token, by id and text: `both`, `donor`, `new` or `neither`."""
+    """Every special token, by id and text: `both`, `donor`, `new`, `neither`, or `no row` in the target."""
 
     def metrics(self) -> dict[str, Any]:
         """The fields as JSON values."""
@@ -81,24 +81,16 @@ def audit(
     Raises:
         RedraftError: different V: the drafter was made for another tokenizer.
     """
-    if donor.vocab_size != new.vocab_size:
-        raise RedraftError(
-            "The donor was made for a target with another vocabulary.",
-            where="donor",
-            expected=f"V = {new.vocab_size}",
-            found=f"V = {donor.vocab_size}",
-            cause="the donor belongs to another model family",
-            fix="choose a donor of the target's family, or train with init: scratch",
-        )
+    _require_one_target(donor, new)
+    foreign, named = foreign or {}, special or {}
     slots = min(len(donor), len(new))
-    foreign = foreign or {}
     same = (donor.ids[:slots] == new.ids[:slots]) & ~np.isin(new.ids[:slots], list(foreign))
     shared = np.setdiff1d(np.intersect1d(donor.ids, new.ids), list(foreign))
     drift = np.abs(new.slots[shared] - donor.slots[shared])
     same_slot = int(same.sum())
     differs = not same.all() or len(donor) != len(new)
     kind = _kind(donor, new, differs, len(shared))
-    groups = {"special": list(special or {}), "byte": list(single_bytes)}
+    verdict = _verdict(donor, new, kind, len(shared), same_slot, drift)
     return Audit(
         donor_slots=len(donor),
         new_slots=len(new),
@@ -114,21 +106,47 @@ def audit(
         new_only=len(new) - len(shared),
         first_divergence=(slots if same.all() else int(np.argmin(same))) if differs else None,
         kind=kind,
-        drift_mean=round(float(drift.mean()), 3) if len(drift) else 0.0,
-        drift_median=round(float(np.median(drift)), 3) if len(drift) else 0.0,
-        drift_p95=round(float(np.quantile(drift, 0.95)), 3) if len(drift) else 0.0,
-        drift_max=int(drift.max(initial=0)),
+        **_drift(drift),
         recommended_init={"same": "keep_donor_vocab", "disjoint": "scratch"}.get(kind, "remap"),
-        verdict=_verdict(donor, new, kind, len(shared), same_slot, drift)
-        + _lacking(donor, special or {})
-        + _foreign(foreign),
-        coverage={
-            split: {name: round(coverage(mapping, values), 6) for name, mapping in (("donor", donor), ("new", new))}
-            for split, values in (counts or {}).items()
+        verdict=verdict + _lacking(donor, named) + _foreign(foreign),
+        coverage=_coverage(donor, new, counts or {}),
+        special={f"{number} {text}": _place(donor, new, number) for number, text in sorted(named.items())},
+        tokens={
+            name: _where(donor, new, ids)
+            for name, ids in (("special", list(named)), ("byte", list(single_bytes)))
+            if ids
         },
-        special={f"{number} {text}": _place(donor, new, number) for number, text in sorted((special or {}).items())},
-        tokens={name: _where(donor, new, ids) for name, ids in groups.items() if ids},
     )
+
+
+def _require_one_target(donor: Mapping, new: Mapping) -> None:
+    if donor.vocab_size != new.vocab_size:
+        raise RedraftError(
+            "The donor was made for a target with another vocabulary.",
+            where="donor",
+            expected=f"V = {new.vocab_size}",
+            found=f"V = {donor.vocab_size}",
+            cause="the donor belongs to another model family",
+            fix="choose a donor of the target's family, or train with init: scratch",
+        )
+
+
+def _drift(drift: Ids) -> dict[str, Any]:
+    """How far shared ids moved, slots."""
+    known = len(drift) > 0
+    return {
+        "drift_mean": round(float(drift.mean()), 3) if known else 0.0,
+        "drift_median": round(float(np.median(drift)), 3) if known else 0.0,
+        "drift_p95": round(float(np.quantile(drift, 0.95)), 3) if known else 0.0,
+        "drift_max": int(drift.max(initial=0)),
+    }
+
+
+def _coverage(donor: Mapping, new: Mapping, counts: Table[str, Ids]) -> dict[str, dict[str, float]]:
+    both = (("donor", donor), ("new", new))
+    return {
+        split: {name: round(coverage(mapping, values), 6) for name, mapping in both} for split, values in counts.items()
+    }
 
 
 def _kind(donor: Mapping, new: Mapping, differs: bool, shared: int) -> str:
@@ -140,12 +158,15 @@ def _kind(donor: Mapping, new: Mapping, differs: bool, shared: int) -> str:
 
 
 def _where(donor: Mapping, new: Mapping, ids: list[int]) -> dict[str, int]:
-    in_donor, in_new = donor.t2d[ids], new.t2d[ids]
+    known = [number for number in ids if number < new.vocab_size]
+    in_donor, in_new = donor.t2d[known], new.t2d[known]
     neither = ~(in_donor | in_new)
-    return {"donor": int(in_donor.sum()), "new": int(in_new.sum()), "neither": int(neither.sum()), "all": len(ids)}
+    return {"donor": int(in_donor.sum()), "new": int(in_new.sum()), "neither": int(neither.sum()), "all": len(known)}
 
 
 def _place(donor: Mapping, new: Mapping, number: int) -> str:
+    if number >= new.vocab_size:
+        return "no row"
     held = (bool(donor.t2d[number]), bool(new.t2d[number]))
     return {(True, True): "both", (True, False): "donor", (False, True): "new", (False, False): "neither"}[held]
 
@@ -158,7 +179,7 @@ def _verdict(donor: Mapping, new: Mapping, kind: str, shared: int, same_slot: in
     if kind == "drift":
         how = (
             f"both are ascending, so every id gained or lost shifts the slots after it "
-            f"(by {drift.mean():.0f} on average); nothing is scrambled"
+            f"(by {drift.mean():.1f} on average, {drift.max():,} at most); nothing is scrambled"
         )
     else:
         how = f"the donor's order is {donor.order}, the new one's {new.order}"
@@ -170,7 +191,7 @@ def _verdict(donor: Mapping, new: Mapping, kind: str, shared: int, same_slot: in
 
 def _lacking(donor: Mapping, special: Table[int, str]) -> str:
     """A sentence on the special tokens that the donor can never draft, if there are any."""
-    missing = [number for number in sorted(special) if donor.slots[number] < 0]
+    missing = [number for number in sorted(special) if number < donor.vocab_size and donor.slots[number] < 0]
     if not missing:
         return ""
     named = ", ".join(f"{number:,} ({special[number]})" for number in missing[:NAMED])

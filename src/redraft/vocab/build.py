@@ -5,17 +5,18 @@ id), then the lowest unused ids that the tokenizer can decode. Slots ascend by t
 depend on the order of samples.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from redraft.frame import atomic
 from redraft.frame.errors import RedraftError
+from redraft.frame.files import read_object
 from redraft.vocab.mapping import Ids, Mapping
 
 
@@ -28,6 +29,8 @@ class Vocabulary:
     """Ids that are in because they are special or bytes."""
     padded: int
     """Ids that are in although they were never seen, forced ones aside."""
+    outside: tuple[int, ...] = ()
+    """Ids of the tokenizer that the target has no row for, and that are left out."""
 
 
 def count_tokens(ids: NDArray[np.integer], mask: NDArray[np.integer], vocab_size: int) -> Ids:
@@ -39,18 +42,17 @@ def count_tokens(ids: NDArray[np.integer], mask: NDArray[np.integer], vocab_size
         vocab_size: V.
 
     Raises:
-        RedraftError: an id outside the target vocabulary.
+        RedraftError: an id outside the target vocabulary, supervised or not: the target could not read it.
     """
-    supervised = ids[mask.astype(bool)]
-    if supervised.size and not 0 <= supervised.min() <= supervised.max() < vocab_size:
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         raise RedraftError(
             "The corpus holds ids that the target does not have.",
             where="corpus",
             expected=f"0 to {vocab_size - 1}",
-            found=f"{supervised.min()} to {supervised.max()}",
-            cause="the corpus was tokenised with another tokenizer",
+            found=f"{ids.min()} to {ids.max()}",
+            cause="another tokenizer, or an added token that the target has no row for",
         )
-    return np.bincount(supervised, minlength=vocab_size).astype(np.int64)
+    return np.bincount(ids[mask.astype(bool)], minlength=vocab_size).astype(np.int64)
 
 
 def build(counts: Ids, size: int, *, forced: Iterable[int] = (), decodable: Iterable[int]) -> Vocabulary:
@@ -59,14 +61,17 @@ def build(counts: Ids, size: int, *, forced: Iterable[int] = (), decodable: Iter
     Args:
         counts: int64 [V], occurrences of each id.
         size: N, from 1 to V.
-        forced: ids that must be in.
-        decodable: ids that the tokenizer knows; only these are used as padding.
+        forced: ids that must be in; those without a row in the target are left out.
+        decodable: ids that the tokenizer knows; only these are used as padding, likewise.
 
     Raises:
         RedraftError: `size` out of range, more forced ids than slots, or too few ids to choose from.
     """
     vocab_size = len(counts)
-    must = np.unique(np.fromiter(forced, np.int64))
+    wanted, usual = np.unique(np.fromiter(forced, np.int64)), np.fromiter(decodable, np.int64)
+    must = wanted[wanted < vocab_size]
+    outside = np.union1d(wanted, usual)
+    outside = outside[outside >= vocab_size]
     if not 0 < size <= vocab_size or len(must) > size:
         raise RedraftError(
             "The draft vocabulary cannot have this size.",
@@ -75,7 +80,7 @@ def build(counts: Ids, size: int, *, forced: Iterable[int] = (), decodable: Iter
             found=size,
         )
     known = np.zeros(vocab_size, bool)
-    known[np.fromiter(decodable, np.int64)] = True
+    known[usual[usual < vocab_size]] = True
     usable = known | (counts > 0)
     usable[must] = False
     candidates = np.flatnonzero(usable)
@@ -88,7 +93,8 @@ def build(counts: Ids, size: int, *, forced: Iterable[int] = (), decodable: Iter
             expected=f"at most {len(chosen)}",
             found=size,
         )
-    return Vocabulary(Mapping(chosen, vocab_size), len(must), int((counts[ranked] == 0).sum()))
+    padded = int((counts[ranked] == 0).sum())
+    return Vocabulary(Mapping(chosen, vocab_size), len(must), padded, tuple(outside.tolist()))
 
 
 def coverage(mapping: Mapping, counts: Ids) -> float:
@@ -112,10 +118,16 @@ def read_vocab(folder: Path) -> Mapping:
     """Read the mapping of a vocabulary artefact.
 
     Raises:
-        RedraftError: the mapping is not the one that `vocab.json` names.
+        RedraftError: files that cannot be read, or another mapping than `vocab.json` names.
     """
-    record = json.loads((folder / "vocab.json").read_text())
-    tensors = load_file(folder / "mapping.safetensors")
+    record, path = read_object(folder / "vocab.json"), folder / "mapping.safetensors"
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise RedraftError("The vocabulary cannot be read.", where=path, found=error) from error
+    lacking = sorted({"d2t", "t2d"} - tensors.keys()) + sorted({"vocab_size", "mapping"} - record.keys())
+    if lacking:
+        raise RedraftError("This is no vocabulary of redraft.", where=folder, expected=", ".join(lacking))
     mapping = Mapping.from_offsets(tensors["d2t"], tensors["t2d"], record["vocab_size"], str(folder))
     if mapping.hash != record["mapping"]:
         raise RedraftError("The vocabulary was changed.", where=folder, expected=record["mapping"], found=mapping.hash)
