@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redraft.frame.advice import rerun
 from redraft.frame.errors import RedraftError
 from redraft.frame.files import open_tensors, read_object
 from redraft.frame.store import store_root
@@ -50,7 +51,7 @@ class HiddenStates:
                     where=f"{manifest}: {name}",
                     expected=value,
                     found=self.manifest.get(name),
-                    fix="rerun the extract stage",
+                    fix=rerun("extract"),
                 )
         folder = store_root() / self.manifest["fingerprint"]
         self._open, self._files = ExitStack(), list[Any]()

@@ -16,6 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from redraft.frame import atomic
+from redraft.frame.advice import rerun
 from redraft.frame.errors import RedraftError
 
 MANIFEST = "manifest.json"
@@ -86,5 +87,5 @@ def check_present(path: Path, size: int) -> None:
             expected=f"{size} bytes",
             found=found,
             cause="the store was cleaned or moved; the manifest came from DVC's cache",
-            fix="`dvc repro --force --single-item extract` writes it again, or set REDRAFT_STORE",
+            fix=f"set REDRAFT_STORE to where it is; or write it again: {rerun('extract')}",
         )

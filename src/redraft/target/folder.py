@@ -4,6 +4,7 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
+from redraft.frame.advice import rerun
 from redraft.frame.errors import RedraftError, some
 from redraft.frame.files import read_object
 from redraft.target.weights import INDEX, weight_files
@@ -29,7 +30,7 @@ def weights_folder(target: Path) -> Path:
             "The target's weights are gone.",
             where=record,
             expected=weights,
-            fix="bring the folder back, or set target.source in the profile and rerun the target stage",
+            fix=f"bring the folder back; or set target.source in the profile and {rerun('target')}",
         )
     known = written.get("files")
     if known is not None and known != (found := contents(weights)):
@@ -39,7 +40,7 @@ def weights_folder(target: Path) -> Path:
             where=weights,
             found=some(changed),
             cause="files were written in place; DVC does not see weights that lie outside the project",
-            fix="dvc repro --force --single-item target, then dvc repro",
+            fix=rerun("target"),
         )
     return weights
 
