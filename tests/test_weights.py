@@ -409,7 +409,7 @@ def test_home_is_expanded_and_named(llama_folder: Path, tmp_path: Path, monkeypa
 def test_a_hub_id_asks_for_a_revision_where_a_profile_has_it(tmp_path: Path) -> None:
     with pytest.raises(RedraftError, match=r"`revision:` beside the source in the profile"):
         make_target(TargetParams(source="ORG/NAME"), tmp_path / "target")
-    with pytest.raises(RedraftError, match="(?s)Two revisions.*abc.*def"):
+    with pytest.raises(RedraftError, match=r"(?s)Two revisions.*abc.*def"):
         make_target(TargetParams(source="ORG/NAME@abc", revision="def"), tmp_path / "target")
     (tmp_path / "file").write_text("")
     with pytest.raises(RedraftError, match="file is a file"):
