@@ -406,6 +406,16 @@ def test_home_is_expanded_and_named(llama_folder: Path, tmp_path: Path, monkeypa
         make_target(TargetParams(source="~/nothing"), tmp_path / "target")
 
 
+def test_a_hub_id_asks_for_a_revision_where_a_profile_has_it(tmp_path: Path) -> None:
+    with pytest.raises(RedraftError, match=r"`revision:` beside the source in the profile"):
+        make_target(TargetParams(source="ORG/NAME"), tmp_path / "target")
+    with pytest.raises(RedraftError, match=r"(?s)Two revisions.*abc.*def"):
+        make_target(TargetParams(source="ORG/NAME@abc", revision="def"), tmp_path / "target")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RedraftError, match="file is a file"):
+        make_target(TargetParams(source=str(tmp_path / "file")), tmp_path / "target")
+
+
 def test_templates_beside_the_default_are_brought_along(copy: Path, tmp_path: Path) -> None:
     (copy / "additional_chat_templates").mkdir()
     (copy / "additional_chat_templates" / "tool_use.jinja").write_text("x")

@@ -86,8 +86,10 @@ def _tied(folder: Path) -> bool:
     flags = tie_flags(folder)
     if flags and len(set(flags.values())) == 1:
         return all(flags.values())
-    config = read_config(folder)
-    return bool(getattr(config if flags else config.get_text_config(), TIED, False))
+    with suppress(RedraftError):  # code of its own, which is not run here
+        config = read_config(folder)
+        return bool(getattr(config if flags else config.get_text_config(), TIED, False))
+    return False
 
 
 def _require_untied(folder: Path, embed: Tensor, head: Tensor) -> None:
