@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from redraft.acceptance import Acceptance
 from redraft.frame.device import compute_device
@@ -150,6 +151,7 @@ class Heldout:
 @contextmanager
 def as_written(module: nn.Module) -> Iterator[None]:
     """Round the trained weights of `module` to bf16, as a file has them, until the block ends."""
+    _gathered_anew(module)
     weights = list(module.parameters())
     kept = [weight.detach().clone() for weight in weights]
     _set(weights, [weight.detach().bfloat16() for weight in weights])
@@ -157,6 +159,14 @@ def as_written(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         _set(weights, kept)
+        _gathered_anew(module)
+
+
+def _gathered_anew(module: nn.Module) -> None:
+    """Let FSDP2 drop the whole weights that it keeps after a forward without gradients: it would go on with them."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 @torch.no_grad()
