@@ -122,13 +122,13 @@ class Heldout:
 
     def metrics(self) -> dict[str, Any]:
         """The figures by the names of metrics files; `accept_length` and `verify_steps` are absent if undefined."""
-        rows: dict[str, Any] = {"positions": self.positions}
+        figures: dict[str, Any] = {"positions": self.positions}
         for name in ("loss", "accuracy", "ceiling", "joint"):
-            rows |= {f"{name}_{step}": value for step, value in enumerate(getattr(self, name))}
-        rows |= {"loss_0_interval": self.loss_interval, "accuracy_0_interval": self.accuracy_interval}
+            figures |= {f"{name}_{step}": value for step, value in enumerate(getattr(self, name))}
+        figures |= {"loss_0_interval": self.loss_interval, "accuracy_0_interval": self.accuracy_interval}
         if self.accept_length is not None:
-            rows |= {"accept_length": self.accept_length, "verify_steps": self.verify_steps}
-        return rows
+            figures |= {"accept_length": self.accept_length, "verify_steps": self.verify_steps}
+        return figures
 
     def row(self) -> dict[str, float]:
         """One row of the held-out curve, without what is undefined."""
