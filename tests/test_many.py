@@ -1,6 +1,7 @@
 """Many processes: the same global batch gives the same numbers, whatever cuts it (cases C12, C13, C14)."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -72,7 +73,7 @@ def test_a_process_without_rows_does_not_hang(
     states: dict[str, HiddenStates], llama_folder: Path, tmp_path: Path
 ) -> None:
     found = train(
-        states, llama_folder, tmp_path / "one-row.json", 2, row_tokens=256, batch_tokens=256, micro_tokens=256
+        states, llama_folder, tmp_path / "one-row.json", 2, row_tokens=256, batch_tokens=512, micro_tokens=256
     )
     assert found["world"] == 2
     assert found["tokens"] == 4 * states["train"].tokens  # one packed row: the second process has padding alone
@@ -94,6 +95,8 @@ def test_a_killed_training_ends_with_the_same_weights(
         if processes == 1:
             assert done.returncode == (143 if number == signal.SIGTERM else -number)
             assert "Traceback" not in done.stderr
+        else:
+            assert done.stderr.count("Another process of this training ended without a word.") == 1
     again = train(states, llama_folder, tmp_path / "again.json", processes, **shape)
     assert "goes on after step" in again["said"]
     assert again["weights"] == whole["weights"]
@@ -104,28 +107,41 @@ def test_a_killed_training_ends_with_the_same_weights(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("whom", ["launcher", "group"])
 def test_a_terminated_launcher_saves_and_says_so(
-    states: dict[str, HiddenStates], llama_folder: Path, tmp_path: Path
+    states: dict[str, HiddenStates], llama_folder: Path, tmp_path: Path, whom: str
 ) -> None:
+    """DVC does not pass the signal on, so users send it to the group: torchrun then heard it twice."""
     manifest, job, store = tmp_path / "manifest.json", tmp_path / "long.job", tmp_path / "store" / "train"
     manifest.write_text(json.dumps(states["train"].manifest))
-    params = FIT.model_copy(update={"epochs": 3000, "save_steps": 20}).model_dump(mode="json")
+    params = FIT.model_copy(update={"epochs": 3000, "save_steps": 20, "batch_tokens": 128}).model_dump(mode="json")
     fields = {"manifest": str(manifest), "target": str(llama_folder), "out": str(tmp_path / "x"), "processes": 2}
     job.write_text(json.dumps({**fields, "params": params}))
     script = f"import sys; sys.argv = ['{TESTS / 'ranks.py'}', '{job}']; from redraft.frame.launch import launch; "
     command = [sys.executable, "-c", script + "launch(2, 'torchrun')"]
-    launcher = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=answers_to_signals)
+    launcher = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=answers_to_signals)
     try:
         end = time.monotonic() + 120
         while not list(store.glob("*/*/step-*")):
             assert time.monotonic() < end
             assert launcher.poll() is None
             time.sleep(0.2)
-        launcher.send_signal(signal.SIGTERM)
+        (os.killpg if whom == "group" else os.kill)(launcher.pid, signal.SIGTERM)
         _, said = launcher.communicate(timeout=120)
     finally:
         launcher.kill()
     assert launcher.returncode == 143, said.decode()[-3000:]
+    assert b"Traceback" not in said
     (saved,) = store.glob("*/*/step-*")
     progress = json.loads((saved / "progress.json").read_text())
     assert progress["step"] == int(saved.name.removeprefix("step-")) < 9000
+
+
+@pytest.mark.slow
+def test_a_sharded_module_does_what_a_whole_one_does() -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *launcher, str(TESTS / "sharded.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr[:6000]
+    assert "rank 0: the same" in done.stdout
+    assert "rank 1: the same" in done.stdout

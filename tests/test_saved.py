@@ -1,6 +1,8 @@
 """A saved state whose files are not what was written is refused by the file's name (C40)."""
 
+import contextlib
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from redraft.frame.errors import RedraftError
 from redraft.hidden.rows import HiddenStates
 from redraft.target.ends import Ends
 from redraft.train.loop import Fitted, fit
+from redraft.train.state import Progress, State
 from redraft.train.update import Update
 
 States = dict[str, HiddenStates]
@@ -116,3 +119,29 @@ def test_a_state_that_cannot_be_written_is_one_error(
     at_once = go_on(states, ends, "auto")
     assert again.heldout == at_once.heldout
     assert torch.equal(torch.tensor(again.curve[-1]["loss"]), torch.tensor(at_once.curve[-1]["loss"]))
+
+
+@pytest.mark.parametrize("which", ["weights", "best"])
+def test_a_full_disk_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    """As torch's and safetensors' writers tell it, neither of which raises OSError."""
+    monkeypatch.setenv("REDRAFT_STORE", str(tmp_path))
+    state, large = State("train", {"params": {}}), torch.zeros(100_000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save(step: int) -> None:
+        best = {"w": large} if which == "best" else None
+        fill = (lambda folder: torch.save(large, folder / "x.bin")) if which == "weights" else (lambda folder: None)
+        state.save(Progress(step=step), best, fill, True, contextlib.nullcontext)
+
+    save(1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(RedraftError, match="cannot be saved") as raised:
+            save(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(state.folder) in str(raised.value)
+    assert "likely cause: no space left" in str(raised.value)
+    assert [path.name for path in state.folder.glob("step-*")] == ["step-000000001"]
+    save(3)
+    assert sorted(path.name for path in state.folder.iterdir()) == ["identity.json", "step-000000003"]

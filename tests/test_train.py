@@ -7,18 +7,25 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import some_checkpoint
+from test_hidden import PARAMS
 
+from redraft.corpus.corpus import Sample, gather
 from redraft.frame.device import resolve
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import FitParams, LossParams
-from redraft.hidden.rows import HiddenStates, PackedRows
+from redraft.hidden.extract import extract
+from redraft.hidden.rows import Batch, HiddenStates, PackedRows
 from redraft.remap.fills import FILLS
 from redraft.remap.first_step import best_fill, first_steps
+from redraft.remap.remap import initial
 from redraft.target.ends import Ends
+from redraft.target.model import Target
+from redraft.train.batches import Batches
 from redraft.train.loop import fit, lr_factor
-from redraft.train.measure import Heldout, _half_width, evaluate
+from redraft.train.measure import Heldout, _half_width, as_written, evaluate
 from redraft.train.state import Progress, State, check_whole, load
 from redraft.train.step import TTTModule
+from redraft.train.update import Update
 
 FIT = FitParams(
     lr=2e-3,
@@ -107,6 +114,61 @@ def test_the_first_step_table_has_every_option(states: dict[str, HiddenStates], 
     same = first_steps(donor, donor.mapping, ends, states["heldout"], FIT)
     for option in ("naive", "remap_zero", "remap_target"):
         assert same[option] == same["keep_donor_vocab"]
+
+
+def test_one_unroll_under_every_head_is_each_head_by_itself(states: dict[str, HiddenStates], ends: Ends) -> None:
+    donor, mapping = some_checkpoint(1), some_checkpoint(3).mapping
+    rows = PackedRows(states["heldout"], FIT.row_tokens)
+    table = first_steps(donor, mapping, ends, states["heldout"], FIT)
+    for name, row in table.items():
+        init, fill = ("remap", name.removeprefix("remap_")) if name.startswith("remap") else (name, "zero")
+        start = initial(init, fill, donor, mapping, ends.head, FIT.seed)
+        module = TTTModule(start.drafter, start.mapping, ends.embed.float(), ends.head, FIT.ttt_steps)
+        with as_written(module):
+            found = evaluate(module, rows, FIT)
+        assert (row["loss"], row["accuracy"], row["joint"]) == (found.loss[0], found.accuracy[0], found.joint[-1]), name
+        assert (row["loss_interval"], row["ceiling"]) == (found.loss_interval, found.ceiling[0]), name
+    chosen = initial("remap", "fitted", donor, mapping, ends.head, FIT.seed)
+    fitted = fit(chosen, ends, states["train"], states["heldout"], FIT.model_copy(update={"epochs": 1}))
+    assert fitted.start.loss[0] == table["remap_fitted"]["loss"]  # what training starts from
+
+
+def test_one_row_has_no_interval(states: dict[str, HiddenStates], ends: Ends) -> None:
+    """A7 of the user's trial: two held-out chats in one packed row had a loss of 4.219 plus or minus 0."""
+    params = FIT.model_copy(update={"row_tokens": 128, "micro_tokens": 128})
+    table = first_steps(some_checkpoint(1), some_checkpoint(3).mapping, ends, states["heldout"], params)
+    assert all(row["loss_interval"] is row["accuracy_interval"] is None for row in table.values())
+    assert all(row["loss"] > 0 for row in table.values())
+    assert _half_width(torch.tensor([[3.0, 0.0], [9.0, 0.0]], dtype=torch.float64)) is None  # one row with positions
+
+
+def test_the_fullest_rows_are_those_with_the_most_positions_asked(
+    target: Target, tmp_path: Path, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D A8: a row of 64 tokens with 4 counted positions was tried before one of 63 with 59."""
+    monkeypatch.setenv("REDRAFT_STORE", str(tmp_path / "store"))
+    few, many = [0] * 60 + [1] * 4, [0] * 4 + [1] * 59
+    samples = {name: Sample([3] * len(mask), mask) for name, mask in (("few", few), ("many", many), ("x", [0, 1, 1]))}
+    corpus, _ = gather(samples, {"file": "x"}, 1.0)
+    manifest = extract(target, "x", {"train": corpus, "heldout": corpus}, PARAMS)
+    states = HiddenStates(manifest, "train")
+    rows = PackedRows(states, 64)
+    dealt = Batches(rows, FIT)
+    assert [[rows.samples(number) for number in batch] for batch in dealt.fullest()] == [[["many"]], [["few"]]]
+    both = Batches(rows, FIT.model_copy(update={"micro_tokens": 128})).fullest()
+    assert [sorted(sample for number in batch for sample in rows.samples(number)) for batch in both] == [
+        ["few", "many"]
+    ]
+    tried: list[list[int]] = []
+    try_out = Update.try_out
+
+    def told(self: Update, batch: Batch) -> None:
+        tried.append((batch.documents > 0).sum(1).tolist())
+        try_out(self, batch)
+
+    monkeypatch.setattr(Update, "try_out", told)
+    fit(some_checkpoint(1), ends, states, states, FIT.model_copy(update={"epochs": 0.1}))
+    assert tried == [[63], [64]]
 
 
 def test_intervals_cover_the_mean_of_the_whole_95_times_in_100() -> None:

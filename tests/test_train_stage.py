@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, some_checkpoint
+from conftest import ROOT, some_checkpoint, some_mapping
 from filelock import FileLock
 from test_hidden import PARAMS, corpus_of
 
@@ -22,10 +22,12 @@ from redraft.frame.curves import read_curve
 from redraft.frame.params import load_config
 from redraft.hidden.extract import extract
 from redraft.hidden.rows import HiddenStates, PackedRows
+from redraft.report.page import _first_step
 from redraft.target.ends import read_ends, target_hash
 from redraft.target.model import Target
 from redraft.train.measure import evaluate
 from redraft.train.step import TTTModule
+from redraft.vocab.build import Vocabulary, write_vocab
 
 LAYERS = (2, 4, 5)
 SIZES = {"batch_tokens": 128, "micro_tokens": 64, "row_tokens": 64, "save_steps": 2}
@@ -68,8 +70,8 @@ def folder(tmp_path: Path, target: Target, llama_folder: Path, monkeypatch: pyte
     return tmp_path
 
 
-def stage() -> Any:
-    spec = importlib.util.spec_from_file_location("train_stage", ROOT / "stages/train.py")
+def stage(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"{name}_stage", ROOT / f"stages/{name}.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -81,7 +83,7 @@ def test_the_figures_are_those_of_the_drafter_that_is_written(folder: Path) -> N
     """A10 and C46: the headline was the last measurement's; and figures were of weights before they were rounded."""
     put(folder / "params.yaml", lr=0.05, gate="off")
     config = load_config()
-    result = stage().main(config)
+    result = stage("train").main(config)
     assert result.metrics
     heldout, rows = result.metrics["heldout"], read_curve(folder / "plots/heldout.csv")
     kept = next(row for row in rows if row["step"] == result.metrics["kept_step"])
@@ -103,6 +105,27 @@ def test_the_figures_are_those_of_the_drafter_that_is_written(folder: Path) -> N
         read = read_checkpoint(folder / "artifacts" / name)
         module = TTTModule(read.drafter, read.mapping, ends.embed.float(), ends.head, params.ttt_steps)
         assert evaluate(module, PackedRows(states, params.row_tokens), params).metrics() == figures
+
+
+def test_training_starts_from_what_the_table_of_first_steps_says(folder: Path) -> None:
+    """Both are of the head rows as they are written: filled ones are rounded there."""
+    put(folder / "params.yaml", init="remap", fill="fitted", epochs=1, gate="off")
+    mapping = some_mapping(3)
+    write_vocab(folder / "artifacts/vocab", Vocabulary(mapping, 0, 0), {}, {})
+    config = load_config()
+    remap = stage("remap").main(config)
+    assert remap.metrics
+    first = remap.metrics["first_step"]["remap_fitted"]
+    trained = stage("train").main(config)
+    assert trained.metrics
+    start = trained.metrics["start"]
+    assert (start["loss_0"], start["accuracy_0"], start["ceiling_0"]) == (
+        first["loss"], first["accuracy"], first["ceiling"],
+    )  # fmt: skip
+    assert remap.headline["remap/first_loss"] == first["loss"]
+    undefined = {**first, "loss": None, "loss_interval": None, "accuracy_interval": None}
+    page = _first_step(config.params, {**remap.metrics, "first_step": {"remap_fitted": undefined}})
+    assert f"| `remap_fitted` | – ± – | {first['accuracy']:.1%} ± – |" in page
 
 
 def many(folder: Path, *command: str) -> tuple[float, int, str]:

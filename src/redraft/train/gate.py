@@ -87,7 +87,7 @@ def suspicion(start: Heldout, slots: int, init: str, donor_accuracy: float | Non
     return None
 
 
-def measure(drafter: Drafter, ids: np.ndarray, embed: Tensor, head: Tensor, batch: Batch) -> Measured:
+def draft_once(drafter: Drafter, ids: np.ndarray, embed: Tensor, head: Tensor, batch: Batch) -> Measured:
     """The first draft step of `drafter` with slots that stand for `ids`; all tensors on one device.
 
     Args:
@@ -97,10 +97,10 @@ def measure(drafter: Drafter, ids: np.ndarray, embed: Tensor, head: Tensor, batc
         head: [V, H].
         batch: one row of documents, `aux` and `final` in fp32.
     """
-    places = torch.from_numpy(ids).to(head.device)
+    mapping_ids = torch.from_numpy(ids).to(head.device)
     tally = Tally()
     with torch.no_grad():
-        tally.add(ttt_step(drafter, places, embed, head[places].float(), batch, steps=1))
+        tally.add(ttt_step(drafter, mapping_ids, embed, head[mapping_ids].float(), batch, steps=1))
     return Measured(tally.loss[0], tally.accuracy[0])
 
 
@@ -141,7 +141,7 @@ def alternatives(
     batch = replace(_documents(shard, ends).to(device), aux=right)
 
     def tried(ids: np.ndarray = ids, embed: Tensor = embed, **changes: Tensor) -> Measured:
-        return measure(drafter, ids, embed, head, replace(batch, **changes))
+        return draft_once(drafter, ids, embed, head, replace(batch, **changes))
 
     yield "as it is", tried()
     readings = {

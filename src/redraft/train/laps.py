@@ -13,7 +13,9 @@ class Laps:
         self.on = False
         self.last = 0.0
         self.sums: dict[str, float] = {}
+        """Milliseconds of this step by part."""
         self.rows: list[dict[str, float]] = []
+        """The same of each step that was timed."""
 
     def begin(self, on: bool) -> None:
         """Start a step, timed or not."""

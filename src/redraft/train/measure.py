@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from redraft.acceptance import Acceptance
 from redraft.frame.device import compute_device
@@ -121,13 +122,13 @@ class Heldout:
 
     def metrics(self) -> dict[str, Any]:
         """The figures by the names of metrics files; `accept_length` and `verify_steps` are absent if undefined."""
-        rows: dict[str, Any] = {"positions": self.positions}
+        figures: dict[str, Any] = {"positions": self.positions}
         for name in ("loss", "accuracy", "ceiling", "joint"):
-            rows |= {f"{name}_{step}": value for step, value in enumerate(getattr(self, name))}
-        rows |= {"loss_0_interval": self.loss_interval, "accuracy_0_interval": self.accuracy_interval}
+            figures |= {f"{name}_{step}": value for step, value in enumerate(getattr(self, name))}
+        figures |= {"loss_0_interval": self.loss_interval, "accuracy_0_interval": self.accuracy_interval}
         if self.accept_length is not None:
-            rows |= {"accept_length": self.accept_length, "verify_steps": self.verify_steps}
-        return rows
+            figures |= {"accept_length": self.accept_length, "verify_steps": self.verify_steps}
+        return figures
 
     def row(self) -> dict[str, float]:
         """One row of the held-out curve, without what is undefined."""
@@ -150,6 +151,7 @@ class Heldout:
 @contextmanager
 def as_written(module: nn.Module) -> Iterator[None]:
     """Round the trained weights of `module` to bf16, as a file has them, until the block ends."""
+    _gathered_anew(module)
     weights = list(module.parameters())
     kept = [weight.detach().clone() for weight in weights]
     _set(weights, [weight.detach().bfloat16() for weight in weights])
@@ -157,6 +159,14 @@ def as_written(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         _set(weights, kept)
+        _gathered_anew(module)
+
+
+def _gathered_anew(module: nn.Module) -> None:
+    """Let FSDP2 drop the whole weights that it keeps after a forward without gradients: it would go on with them."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 @torch.no_grad()
