@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,113 @@ def test_figures_of_an_arm() -> None:
     assert "cached" in invalid({PLAIN: [Block([answer(20, 1.0, cached=1)], 1.0)]}, 20)[0]
 
 
+def level(plain: list[Generation], drafted: list[Generation]) -> dict[str, Any]:
+    series = {arm: [Block([each], each.seconds or 1.0) for each in answers] * 3 for arm, answers in (
+        (PLAIN, plain), (chain(3), drafted))}  # fmt: skip
+    found = summary({1: series}, 2, {})
+    json.dumps(found, allow_nan=False)
+    return found["levels"]["1"]
+
+
+GOOD = Generation(list(range(20)), 1.1, 0.1, "length", Steps.in_turn([1] * 9, 3), 10)
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        (Generation([1, 2], 0.5, 0.5, "length", Steps.in_turn([0], 3)), "came at once"),  # one event
+        (Generation([1, 2], 0.5, 0.49999, "length", Steps.in_turn([0], 3)), "came at once"),  # all of them at once
+        (Generation([1], 0.5, 0.5, "length", Steps()), "no answer has a second token"),
+        (Generation([], 0.5, 0.5, "stop", Steps()), "no answer has a second token"),
+        (Generation([1, 2], 0.5, 0.1, "stop", Steps()), "no whole verify step"),
+        (Generation([1, 2], 0.5, 0.1, "stop", Steps.in_turn([], 3, cut=2)), "no whole verify step"),
+        (Generation([1, 2], 0.5, 0.1, "stop", Steps(0, 0)), "no whole verify step"),
+    ],
+)
+def test_what_cannot_be_measured_is_told_and_no_traceback(odd: Generation, reason: str) -> None:
+    """Faults of kind 1.18: a time of 0, answers of no token or of one, no verify step after everything ran."""
+    found = level([GOOD], [odd])
+    assert found["word"] == "invalid"
+    assert any(part.startswith("3 drafted: ") and reason in part for part in found["reason"].split("; "))
+    assert "ratio" not in found["rows"]["3"]
+    if "verify" not in reason:
+        assert found["rows"]["3"]["step_ms"] is None
+        assert found["rows"]["3"]["token_ms_p95"] is None
+        assert level([odd], [GOOD])["word"] == "invalid"
+
+
+def test_answers_of_one_token_among_others_do_no_harm() -> None:
+    short = Generation([1], 0.1, 0.1, "stop", Steps(), 10)
+    found = level([GOOD, short], [GOOD, short])
+    assert found["word"] != "invalid"
+    assert found["rows"]["3"]["step_ms"] == pytest.approx(1000 / 19, abs=1e-3)
+    assert found["rows"]["3"]["token_ms"] == pytest.approx(1000 / 19, abs=1e-3)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.floats(1e-6, 2), st.floats(0, 2), st.lists(st.integers(0, 3), max_size=3),
+                       st.none() | st.integers(0, 3)), min_size=1, max_size=3),
+)  # fmt: skip
+def test_no_answers_end_in_a_traceback_or_in_nan(parts: list[Any]) -> None:
+    answers = [
+        Generation([7] * tokens, first + more, first, "length", Steps.in_turn(order, 3, cut))
+        for tokens, first, more, order, cut in parts
+    ]
+    assert level(answers, answers)["word"]
+
+
+def test_a_bench_of_answers_of_one_token_is_refused_before_anything_starts(project: Path) -> None:
+    with pytest.raises(RedraftError, match=r"bench\.max_new_tokens.*\n.*at least 2"):
+        Plan.of([[1]] * 9, 1, [1])
+    for name in ("bench", "probe"):
+        stage = __import__("runpy").run_path(f"stages/{name}.py")["main"]
+        config = configured(project, {}, {"max_new_tokens": 1})
+        probe = config.profile.probe.model_copy(update={"max_new_tokens": 1})
+        config = config.model_copy(update={"profile": config.profile.model_copy(update={"probe": probe})})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(project)
+            with pytest.raises(RedraftError, match=rf"where: {name}\.max_new_tokens"):
+                stage(config)
+
+
+# --- arms
+
+
+shapes = st.builds(lambda steps: chain(steps), st.integers(1, 9)) | st.builds(
+    Arm, st.none() | st.sampled_from([Path("artifacts/donor"), Path("other")]), st.integers(1, 4), st.integers(2, 4),
+    st.integers(2, 9),
+)  # fmt: skip
+
+
+def test_an_arm_has_a_key_and_words() -> None:
+    donor = Path("artifacts/donor")
+    arms = [PLAIN, AGAIN, chain(2), Arm(None, 3, 4, 8), chain(3, donor), Arm(donor, 3, 4, 8)]
+    assert [arm.key for arm in arms] == [
+        "plain", "plain again", "2", "3x4x8", "artifacts/donor 3", "artifacts/donor 3x4x8",
+    ]  # fmt: skip
+    assert [arm.label for arm in arms] == [
+        "plain", "plain again", "2 drafted", "tree of 8 (3 steps, topk 4)", "artifacts/donor, 3 drafted",
+        "artifacts/donor, tree of 8 (3 steps, topk 4)",
+    ]  # fmt: skip
+    assert chain(0) == PLAIN
+    assert chain(2).told() == {"label": "2 drafted", "drafter": None, "steps": 2, "topk": 1, "tokens": 3}
+
+
+@given(st.lists(shapes, unique=True))
+def test_no_two_arms_share_a_key_or_their_words(arms: list[Arm]) -> None:
+    every = {PLAIN, AGAIN, *arms}
+    assert len({arm.key for arm in every}) == len({arm.label for arm in every}) == len(every)
+
+
+def test_chains_of_a_profile_with_trees_are_chains(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench.spec_steps` are chains, whatever tree the probe serves; another drafter is served as the probe is."""
+    monkeypatch.setenv("PYTHONPATH", str(FAKE))
+    donor = str(project / "artifacts/donor")
+    found, _ = opened(project, {"topk": 2, "draft_tokens": 6}, {"spec_steps": (1, 3), "compare": (donor,)})
+    assert [arm.key for arm in found] == ["plain", "1", "3", f"{donor} 3x2x6"]
+    assert [(each.params.topk, each.draft_tokens) for each in list(found.values())[1:]] == [(1, 2), (1, 4), (2, 6)]
+
+
 # --- whose figures
 
 
@@ -263,8 +371,43 @@ def test_benches_of_two_machines_or_engines_are_never_divided(
         main()
 
 
+def paths(value: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    inner = [path for key in value for path in paths(value[key], (*at, key))] if isinstance(value, dict) else []
+    return [at, *inner] if at else inner
+
+
+@pytest.mark.parametrize("odd", [None, "x", [], {}])
+def test_a_bench_of_another_form_is_one_error(odd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults of kind 1.18: whatever is left out of a bench or stands there in another form."""
+    good = report(tmp_path, "a.json")
+    made = json.loads(Path(good).read_text())
+    for path in paths(made):
+        changed = json.loads(json.dumps(made))
+        inner = changed
+        for key in path[:-1]:
+            inner = inner[key]
+        if odd is None:
+            del inner[path[-1]]
+        else:
+            inner[path[-1]] = odd
+        (tmp_path / "b.json").write_text(json.dumps(changed))
+        monkeypatch.setattr(sys, "argv", ["redraft", "compare", good, str(tmp_path / "b.json")])
+        with suppress(SystemExit):  # and nothing else
+            main()
+
+
+def test_a_bench_of_an_older_redraft_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = report(tmp_path, "a.json")
+    old = json.loads(Path(good).read_text())
+    del old["levels"]["1"]["rows"]["3"]["label"]
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    monkeypatch.setattr(sys, "argv", ["redraft", "compare", good, str(tmp_path / "old.json")])
+    with pytest.raises(SystemExit, match=r"(?s)older redraft.*old\.json.*no levels\.1\.rows\.3\.label"):
+        main()
+
+
 def test_what_two_runs_of_one_engine_may_differ_in() -> None:
-    one = {"machine": machine(), "engine": {"engine": "sglang", "command": ["a"], "version": "0.5.23"}}
+    one = {"machine": machine(), "asked": {}, "engine": {"engine": "sglang", "command": ["a"], "version": "0.5.23"}}
     require_same(one, {**one, "engine": {**one["engine"], "command": ["b"]}}, "test")
     with pytest.raises(RedraftError, match=r"engine.version 0\.5\.23 and 0\.5\.22"):
         require_same(one, {**one, "engine": {**one["engine"], "version": "0.5.22"}}, "test")

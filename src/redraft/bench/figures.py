@@ -169,6 +169,8 @@ def _faults(arm: Arm, blocks: Sequence[Block], asked: int) -> list[str]:
         reasons.append(f"{row['errors']} errors ({first})")
     if len({block.server for block in blocks}) > 1:
         reasons.append("the server changed or was restarted")
+    if not all(any(answer.ids for answer in block.answers) for block in blocks):
+        reasons.append("no answer to a whole block of prompts has a token")
     if not any(answer.decoded for answer in _pooled(blocks)):
         reasons.append("no answer has a second token: nothing was decoded")
     elif row["step_ms"] is None:

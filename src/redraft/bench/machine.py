@@ -12,6 +12,8 @@ from redraft.frame.errors import RedraftError
 
 _DIFFERS = {"spec_steps", "command", "model_path", "speculative_draft_model_path", "mem_fraction_static"}
 """Of an engine's description, what two runs of one engine may differ in; the target is compared by its hash."""
+TASK = ("target", "prompts")
+"""Of a bench, what it measured with besides what was asked for: the target's hash, and how many prompts there were."""
 DRIVERS = (Path("/proc/driver/nvidia"), Path("/dev/kfd"))
 """Where the drivers of NVIDIA and AMD show."""
 
@@ -60,9 +62,8 @@ def require_same(one: Mapping[str, Any], other: Mapping[str, Any], where: str) -
         "run both benches on one machine": _apart(one["machine"], other["machine"], "machine."),
         "run both with one engine and the same settings": _apart(one["engine"], other["engine"], "engine.", _DIFFERS),
         "run both on one target, with the same bench.prompts and bench.max_new_tokens and as many held-out samples": {
-            **_apart({"target": one.get("target")}, {"target": other.get("target")}),
-            **_apart(one.get("asked") or {}, other.get("asked") or {}, "asked."),
-            **_apart({"prompts": one.get("prompts")}, {"prompts": other.get("prompts")}),
+            **_apart(one["asked"], other["asked"], "asked."),
+            **_apart({name: one.get(name) for name in TASK}, {name: other.get(name) for name in TASK}),
         },
     }
     apart = {name: pair for found in kinds.values() for name, pair in found.items()}

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from redraft.frame.errors import RedraftError
@@ -10,8 +11,10 @@ from redraft.report.plots import bars, curves_and_points, lines
 from redraft.report.tables import NONE, figure, markdown
 
 Metrics = Mapping[str, Any]
-_PARTS = ("levels", "machine", "engine")
-_ARM = ("label", "drafter", "steps", "topk", "tokens", "tokens_per_second")
+_PARTS = ("levels", "machine", "engine", "asked")
+_ARM: dict[str, type | UnionType] = {
+    "label": str, "drafter": str | None, "steps": int, "topk": int, "tokens": int, "tokens_per_second": int | float,
+}  # fmt: skip
 _DRAFTED = "drafted tokens a step"
 _HEADER = (
     "", "tokens/s", "ratio (95 %)", "accept length", "break-even", "ms a cycle", "of it drafting",
@@ -55,8 +58,8 @@ def _absent(found: Any) -> str | None:
         if not isinstance(told.get("word"), str):
             return f"levels.{level}.word"
         for arm, row in told["rows"].items():
-            for name in _ARM:
-                if not isinstance(row, dict) or name not in row:
+            for name, kind in _ARM.items():
+                if not isinstance(row, dict) or name not in row or not isinstance(row[name], kind):
                     return f"levels.{level}.rows.{arm}.{name}"
     return None
 
