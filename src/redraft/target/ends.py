@@ -10,7 +10,7 @@ from torch import Tensor
 
 from redraft.frame.errors import RedraftError
 from redraft.target.config import read_config
-from redraft.target.sources import RECORD, weights_folder
+from redraft.target.sources import weights_folder
 
 
 @dataclass
@@ -59,12 +59,10 @@ def read_ends(folder: Path) -> Ends:
 
 
 def target_hash(folder: Path) -> str:
-    """Identity of a target without reading its terabyte: source, configuration, file sizes and final norm."""
-    record = json.loads((folder / RECORD).read_text())
-    record = {name: record[name] for name in ("source", "revision")}
+    """Identity of a target without reading its terabyte, wherever it lies: configuration, file sizes, final norm."""
     sizes = sorted((file.name, file.stat().st_size) for file in weights_folder(folder).glob("*.safetensors"))
     norm = read_ends(folder).norm.float().numpy().tobytes()
-    identity = [record, (folder / "config.json").read_text(), sizes, hashlib.sha256(norm).hexdigest()]
+    identity = [(folder / "config.json").read_text(), sizes, hashlib.sha256(norm).hexdigest()]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 

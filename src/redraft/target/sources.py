@@ -5,7 +5,6 @@ those of a local folder or a hub snapshot can be a terabyte and stay where they 
 """
 
 import hashlib
-import json
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 
 from redraft.frame import atomic
 from redraft.frame.errors import RedraftError
+from redraft.frame.files import read_object
 from redraft.frame.params import TargetParams
 from redraft.target.hf import offline_transformers
 
@@ -58,8 +58,8 @@ def weights_folder(target: Path) -> Path:
     record = target / RECORD
     if not record.is_file():
         return target
-    written = json.loads(record.read_text())
-    weights = target / written["weights"]
+    written = read_object(record)
+    weights = target / str(written.get("weights", "."))
     if weights.is_dir() and written.get("files", _stamps(weights)) != _stamps(weights):
         raise RedraftError(
             "The target's weights changed after the target stage.",
