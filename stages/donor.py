@@ -27,16 +27,26 @@ def main(config: Config) -> Result:
     aux_layers = aux_layers_of(described, target.aux_layers)
     exported_layer_ids(aux_layers)
     if source is not None:
-        borrowed = read_ends(TARGET).head if params.head == "target" else None
-        donor = read_donor(source, described.get_text_config(), aux_layers, borrowed)
+        ends = read_ends(TARGET)
+        donor = read_donor(
+            source,
+            described,
+            aux_layers,
+            ends.head if params.head == "target" else None,
+            target_embed=ends.embed,
+            embedding=params.embedding,
+            prefix=params.prefix_vocabulary,
+        )
         donor.record = {"source": params.source, "head": params.head}
         if own is not None:
             tokenizers = (load_tokenizer(folder, target.trust_remote_code) for folder in (own, TARGET))
             donor.record["foreign"] = differing_ids(*tokenizers)
         write_checkpoint(OUT, donor, aux_layers)
         write_curve(Path("plots/donor.csv"), [])
-        figures = {"slots": len(donor.mapping), "order": donor.mapping.order, "foreign_ids": len(donor.foreign)}
-        return Result({"source": params.source, **figures})
+        foreign = len(donor.foreign) if own is not None else None  # None: nothing was compared
+        figures = {"slots": len(donor.mapping), "order": donor.mapping.order, "foreign_ids": foreign}
+        name = source.name if Path(params.source).expanduser().is_dir() else params.source  # no path of one machine
+        return Result({"source": name, **figures})
     corpus = read_corpus(Path("artifacts/corpus/donor.safetensors"))
     donor, fitted = train_donor(TARGET, corpus, config.profile, resume=config.params.resume, log=log)
     write_checkpoint(OUT, donor, aux_layers)

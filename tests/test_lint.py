@@ -23,8 +23,9 @@ from test_drafter import as_speculators
 from redraft.cli import main
 from redraft.drafter.checkpoint import Checkpoint, write_checkpoint
 from redraft.frame.errors import RedraftError
-from redraft.preflight import card, rules_config, rules_weights
+from redraft.preflight import export as exporting
 from redraft.preflight import lint as linting
+from redraft.preflight import rules_weights
 from redraft.preflight.lint import describe, lint, require_clean
 from redraft.preflight.releases import Release
 from redraft.vocab.mapping import Mapping
@@ -174,7 +175,9 @@ Row = tuple[str, Fault, dict[str, Any], set[tuple[str, str]]]
 
 
 def fails(rule: str, fault: Fault, *also: str, **asked: Any) -> Row:
-    return rule, fault, asked, {("error", name) for name in (rule, *also)}
+    """`layers-untold` and the like are notes wherever they come."""
+    notes = {"layers-untold", "tp-capture"} | ({"rope-scaled"} if rule == "rope-conflict" else set())
+    return rule, fault, asked, {("note" if name in notes else "error", name) for name in (rule, *also)}
 
 
 def tells(rule: str, fault: Fault, *also: str, **asked: Any) -> Row:
@@ -307,16 +310,31 @@ FAULTS: list[Row] = [
     fails("positions", nothing, context=8192),
     fails("positions", config(None, "max_position_embeddings"), context=4096),
     fails("positions", config({"max_position_embeddings": 255})),
+    fails("positions", config({"model_max_length": 255})),
     tells("trained-length", record(lambda r: r.update(training={"row_tokens": 128}))),
     fails("rope-theta", config(None, "rope_theta")),
     tells("rope-theta", config({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}, "rope_theta")),
+    fails("rope-theta", config({"rope_parameters": {"rope_theta": 5e4}}, "rope_theta"), version="0.5.9"),
+    tells("rope-theta", config({"rope_parameters": {"rope_theta": 1e4}}, "rope_theta"), "tp-capture", version="0.5.9"),
+    fails("rope-theta", config({"rope_theta": "10000"})),
     fails("rope-conflict", config({"rope_parameters": {"rope_theta": 5e4}}), "config-edited"),
+    fails("rope-conflict", config({"rope_parameters": {"rope_theta": 5e4}}), version="0.5.9"),
+    fails("rope-conflict", both(foreign, config({"rope_parameters": {"rope_type": "yarn", "factor": 2.0},
+                                                 "rope_scaling": {"rope_type": "yarn", "factor": 4.0}})),
+          "layers-untold", "rope-scaled"),
+    fails("rope-scaled", both(foreign, config({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}})),
+          "layers-untold", version="0.5.9"),
     fails("rope-scaled", config({"rope_scaling": {"type": "yarn", "factor": 4}})),
     fails("rope-scaled", config({"rope_is_neox_style": False})),
     tells("rope-scaled", both(foreign, config({"partial_rotary_factor": 0.5})), *UNTOLD),
     # what redraft.json remembers
     fails("config-edited", config({"rope_theta": 500000.0})),
     fails("config-edited", config({"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4})),
+    tells("record-unreadable", lambda f: (f / "redraft.json").write_text("{"), *UNTOLD),
+    tells("record-unreadable", lambda f: (f / "redraft.json").write_text("[]"), *UNTOLD),
+    tells("target-untold", record(lambda fields: fields.update(target="a")), family="deepseek"),
+    fails("draft-quantised", config({"quantization_config": {"quant_method": "fp8"}})),
+    tells("draft-window", config({"sliding_window": 2048})),
     fails("other-target", record(lambda fields: fields.update(target="of another"))),
     # norms
     fails("norm-output", config({"norm_output": True})),
@@ -332,6 +350,10 @@ FAULTS: list[Row] = [
     fails("target-hooks", nothing, family="kimi", version="0.5.9"),
     fails("target-hooks", nothing, family="deepseek", version="0.5.3"),
     tells("release-unread", nothing, version="0.6.0"),
+    tells("release-unread", nothing, version="0.0.0.dev1+gf97c09dac"),
+    tells("release-unread", nothing, version="nightly-20261101"),
+    fails("tp-heads", nothing, tp=3),
+    fails("tp-heads", nothing, tp=8),
     tells("tp-capture", nothing, version="0.5.13"),
 ]  # fmt: skip
 
@@ -382,6 +404,83 @@ def test_a_target_worth_a_note(
     rule: str, family: str, changes: dict[str, object], good: Path, targets: dict[str, Path], tmp_path: Path
 ) -> None:
     assert levels(lint(good, copy_of(targets[family], tmp_path / "target", **changes), NEW)) == {("note", rule)}
+
+
+@pytest.mark.parametrize(
+    ("heads", "shared", "inner", "tp", "fits"),
+    [
+        (64, 8, 128, 8, True),
+        (64, 8, 128, 16, True),  # fewer key heads than GPUs: each is on two of them
+        (64, 6, 128, 8, False),
+        (6, 6, 128, 4, False),
+        (8, 8, 100, 8, False),
+        (64, 64, 128, 3, False),
+        (8, 2, 128, 1, True),
+    ],
+)
+def test_what_tensor_parallelism_has_to_divide(
+    heads: int, shared: int, inner: int, tp: int, fits: bool, folder: Path, targets: dict[str, Path]
+) -> None:
+    config({"num_attention_heads": heads, "num_key_value_heads": shared, "intermediate_size": inner})(folder)
+    assert ("tp-heads" in errors(lint(folder, targets["llama"], NEW, tp=tp))) != fits
+    assert "tp-heads" not in errors(lint(folder, targets["llama"], NEW))
+
+
+def test_one_gpu_captures_whole_sums(good: Path, targets: dict[str, Path]) -> None:
+    assert levels(lint(good, targets["llama"], "0.5.13", tp=1)) == set()
+    assert levels(lint(good, targets["llama"], "0.5.13", tp=2)) == {("note", "tp-capture")}
+    with pytest.raises(RedraftError, match="--tp-size"):
+        lint(good, targets["llama"], NEW, tp=0)
+
+
+SCALED: list[tuple[dict[str, object], int, int]] = [
+    # rope fields of the target, positions of 256 on transformers 4, on transformers 5
+    ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 1024, 1024),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 512, 512),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, 256, 256),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 256, 256),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 1024, 256),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, 256, 1024),
+    ({"rope_scaling": None}, 256, 256),
+    ({"model_max_length": 512}, 512, 512),
+]
+
+
+@pytest.mark.parametrize(("fields", "old", "new"), SCALED)
+def test_the_context_that_a_release_derives_from_the_target(
+    fields: dict[str, object], old: int, new: int, good: Path, targets: dict[str, Path], tmp_path: Path
+) -> None:
+    target = copy_of(targets["llama"], tmp_path / "target", **{"rope_parameters": None, **fields})
+    for version, context in (("0.5.9", old), (NEW, new)):
+        found = {each.rule: each.found for each in lint(good, target, version)}
+        assert ("positions" in found) == (context > 256), version
+        assert f"served context {context}" in found.get("positions", f"served context {context}")
+        assert "positions" not in errors(lint(good, target, version, context=256))
+
+
+def test_the_positions_of_a_scaled_drafter_are_multiplied_too(folder: Path, targets: dict[str, Path]) -> None:
+    both(foreign, config({"rope_scaling": {"type": "linear", "factor": 4.0}}))(folder)
+    assert "positions" not in errors(lint(folder, targets["llama"], NEW, context=1024))
+    assert "positions" in errors(lint(folder, targets["llama"], NEW, context=1025))
+
+
+@pytest.mark.parametrize(
+    "text", ["0.0.0.dev1+gf97c09dac", "0.0.0", "main", "latest", "0.5.23-12-gabcdef", "0.5.22.dev3+g12"]
+)
+def test_a_build_without_a_number_is_taken_for_the_newest_with_a_note(
+    text: str, good: Path, targets: dict[str, Path]
+) -> None:
+    for family in ("llama", "kimi"):
+        found = lint(good, targets[family], text)
+        assert levels(found) == {("note", "release-unread")}
+        assert "taken for" in found[0].effect
+
+
+def test_a_candidate_is_older_than_its_release(good: Path, targets: dict[str, Path]) -> None:
+    assert errors(lint(good, targets["kimi"], "0.5.10rc0")) == {"target-hooks"}
+    assert errors(lint(good, targets["kimi"], "0.5.10")) == set()
+    order = ["0.5.9", "0.5.10rc0", "0.5.10", "0.5.10.post1", "0.5.11.dev2", "0.5.11"]
+    assert sorted(map(Release.parse, reversed(order))) == list(map(Release.parse, order))
 
 
 def test_a_draft_path_that_is_none(good: Path, targets: dict[str, Path], tmp_path: Path) -> None:
@@ -498,6 +597,8 @@ JSON = st.recursive(
 FIELDS = sorted({*json.loads(json.dumps(some_checkpoint().drafter.config.to_dict())), "architectures", "model_type"})
 FIELDS += ["eagle_config", "rope_scaling", "rope_parameters", "num_hidden_layers", "tie_word_embeddings", "bias"]
 FIELDS += ["target_hidden_size", "num_aux_hidden_states", "eagle_aux_hidden_state_layer_ids", "dtype", "hidden_act"]
+FIELDS += ["quantization_config", "sliding_window", "layer_types", "use_sliding_window", "model_max_length"]
+FIELDS += ["transformer_layer_config", "text_config", "partial_rotary_factor", "torch_dtype", "attention_bias"]
 
 
 @settings(deadline=None, max_examples=150)
@@ -513,7 +614,7 @@ def test_no_config_makes_it_stumble(
         assert isinstance(describe(lint(folder, targets["deepseek"], version)), str)
 
 
-@pytest.mark.parametrize("text", ["", "latest", "0.5", "0.5.x"])
+@pytest.mark.parametrize("text", ["", "0.5", "0.5.x", "v0.5"])
 def test_what_is_no_version_is_refused(text: str, good: Path, targets: dict[str, Path]) -> None:
     with pytest.raises(RedraftError, match="no version"):
         lint(good, targets["llama"], text)
@@ -572,7 +673,7 @@ def test_lint_from_the_command_line(
 def rules_in_code() -> set[str]:
     """Every rule id that the modules of the preflight can give."""
     found = set(rules_weights._DROPPED)
-    for module in (linting, rules_config, rules_weights):
+    for module in (linting, *linting.MODULES):
         for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
             if isinstance(node, ast.Call):
                 told = {keyword.arg for keyword in node.keywords} & {"found", "fix"}
@@ -589,4 +690,4 @@ def test_every_rule_has_a_planted_fault_and_a_line_in_the_docs() -> None:
     table = (Path(__file__).parent.parent / "docs" / "preflight.md").read_text()
     listed = re.findall(r"^\|.*\| `([a-z0-9-]+)` \|", table, re.MULTILINE)
     assert sorted(listed) == sorted(rules)
-    assert card.lint is lint
+    assert exporting.lint is lint

@@ -22,6 +22,7 @@ def add_to(commands: Commands) -> None:
     look.add_argument("--target", type=Path, required=True, help="the target's folder")
     look.add_argument("--engine", choices=["sglang"], default="sglang", help="the server (default %(default)s)")
     look.add_argument("--version", required=True, help="of the server, for example 0.5.23")
+    look.add_argument("--tp-size", type=int, help="GPUs of tensor parallelism: can they divide the drafter's heads?")
     look.add_argument("--algorithm", default="EAGLE3", help="--speculative-algorithm (default %(default)s)")
     look.add_argument("--json", action="store_true", help="print JSON")
     look.set_defaults(run=_lint)
@@ -33,7 +34,9 @@ def add_to(commands: Commands) -> None:
     )
     export.add_argument("checkpoint", type=Path, help="a drafter's folder, for example artifacts/drafter")
     export.add_argument(
-        "--target", required=True, help="speculators: name or path, written into config.json; sglang: its folder"
+        "--target",
+        required=True,
+        help="the target's folder; for speculators its name does, too (written into config.json)",
     )
     export.add_argument(
         "--for", dest="engine", default="speculators", help="speculators, or sglang==0.5.23 (default %(default)s)"
@@ -60,6 +63,7 @@ def _lint(arguments: argparse.Namespace) -> None:
         context=arguments.context_length,
         algorithm=arguments.algorithm,
         trained=arguments.aux_layers,
+        tp=arguments.tp_size,
     )
     print(json.dumps([asdict(each) for each in found], indent=2) if arguments.json else describe(found))
     if any(each.level == "error" for each in found):
@@ -67,7 +71,7 @@ def _lint(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from redraft.preflight.card import export_sglang, require_layers
+    from redraft.preflight.export import export_for_speculators, export_sglang
 
     require_new(arguments.output)
     engine, _, version = arguments.engine.partition("==")
@@ -92,9 +96,7 @@ def _export(arguments: argparse.Namespace) -> None:
             expected="speculators, or sglang==VERSION",
             found=arguments.engine,
         )
-    from redraft.drafter.checkpoint import export_speculators, read_checkpoint
-
-    checkpoint = read_checkpoint(arguments.checkpoint)
-    layers = require_layers(checkpoint.record, arguments.aux_layers, arguments.checkpoint)
-    export_speculators(arguments.output, checkpoint, layers, arguments.target)
+    layers = export_for_speculators(
+        arguments.checkpoint, arguments.target, arguments.output, aux_layers=arguments.aux_layers
+    )
     print(f"{arguments.output}: aux layers {list(layers)} as inputs of layers, every norm flag false")

@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,8 @@ from redraft.frame.errors import RedraftError
 if TYPE_CHECKING:
     from redraft.vocab.mapping import Mapping
 
+WIDTH = 100
+"""Columns of a note."""
 FILLS = ("zero", "mean", "target", "scaled", "fitted", "auto")
 
 
@@ -41,8 +45,18 @@ def add_to(commands: Commands) -> None:
     )
     carry.add_argument("donor", metavar="DONOR", help="a checkpoint folder or ORG/NAME@COMMIT")
     carry.add_argument("--vocab", required=True, help=f"the new vocabulary: {PLACE}")
-    carry.add_argument("--fill", default="zero", choices=FILLS, help="rows that the donor lacks (default %(default)s)")
-    carry.add_argument("--target", type=Path, help="the target's folder; every fill but zero and mean reads its head")
+    carry.add_argument(
+        "--fill",
+        default="zero",
+        choices=FILLS,
+        help="rows that the donor lacks (default %(default)s; the pipeline's remap stage tries all and takes the best)",
+    )
+    carry.add_argument(
+        "--target",
+        type=Path,
+        help="the target's folder: its head (for every fill but zero and mean), family and embedding",
+    )
+    carry.add_argument("--aux-layers", type=int, nargs="+", help="inputs of layers, if the donor does not name them")
     carry.add_argument("--output", type=Path, required=True, help="folder to write")
     _add_common(carry)
     carry.set_defaults(run=_remap)
@@ -51,6 +65,11 @@ def add_to(commands: Commands) -> None:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--donor-tokenizer", type=Path, help="the donor's own target: ids with other tokens are not shared"
+    )
+    parser.add_argument(
+        "--prefix-vocabulary",
+        action="store_true",
+        help="a d2t of zeros is meant so: slot i is id i; refused otherwise, since an empty table looks like this",
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="let a tokenizer's own code run")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -61,8 +80,8 @@ def _audit(arguments: argparse.Namespace) -> None:
     from redraft.vocab.audit import audit, drift_curve
     from redraft.vocab.describe import describe, describe_one
 
-    one = read_mapping(arguments.a)
-    two = read_mapping(arguments.b) if arguments.b else one
+    one = read_mapping(arguments.a, prefix=arguments.prefix_vocabulary)
+    two = read_mapping(arguments.b, prefix=arguments.prefix_vocabulary) if arguments.b else one
     if arguments.target and not arguments.target.is_dir():
         raise RedraftError("The target is no folder.", where="--target", found=arguments.target)
     special: dict[int, str] = {}
@@ -87,8 +106,13 @@ def _audit(arguments: argparse.Namespace) -> None:
         from redraft.report.plots import drift, save_svg
 
         save_svg(arguments.plot, drift(drift_curve(one, two)))
+    notes = [_odd_kind(name, source, mapping) for name, source, mapping in _sides(arguments, one, two)]
+    notes.append(_uncompared(arguments))
+    told = [note for note in notes if note]
     if arguments.json:
-        print(json.dumps({"a": arguments.a, "b": arguments.b, **found.metrics(), "heads": heads}, indent=2))
+        compared = {"foreign_ids": len(foreign) if arguments.donor_tokenizer else None}
+        both = {"a": arguments.a, "b": arguments.b, **found.metrics(), **compared, "heads": heads, "notes": told}
+        print(json.dumps(both, indent=2))
         return
     print(describe(found, arguments.a, arguments.b) if arguments.b else describe_one(one, found, arguments.a))
     if heads:
@@ -97,6 +121,38 @@ def _audit(arguments: argparse.Namespace) -> None:
                 **heads
             )
         )
+    print("".join("\n" + textwrap.fill(f"note: {note}", WIDTH) for note in told), end="\n" * bool(told))
+
+
+def _sides(arguments: argparse.Namespace, one: "Mapping", two: "Mapping") -> list[tuple[str, str, "Mapping"]]:
+    return [("A", arguments.a, one), *([("B", arguments.b, two)] if arguments.b else [])]
+
+
+def _odd_kind(name: str, source: str, mapping: "Mapping") -> str | None:
+    """A sentence on a vocabulary that is not a selection of ids: often not what was meant."""
+    from redraft.drafter.mapping_of import whole_model
+
+    if model := whole_model(source):
+        return f"{name} is a whole model ({model}), no drafter: all of its {len(mapping):,} ids count as slots"
+    if mapping.prefix:
+        return f"{name} is a prefix vocabulary: slot i is id i, for the first {len(mapping):,} ids"
+    return f"{name} is a full vocabulary: all {len(mapping):,} ids have a slot" if mapping.kind[0] == "f" else None
+
+
+def _uncompared(arguments: argparse.Namespace) -> str | None:
+    """A sentence on tokenizers that nobody compared, unless the donor was made for this target."""
+    from redraft.drafter.files import VOCAB_RECORD, read_record
+
+    place = Path(arguments.a)
+    folder = place if place.is_dir() else place.parent
+    record = read_record(folder)
+    known = record.get("source") == "train" or "foreign" in record or (folder / VOCAB_RECORD).is_file()
+    if not arguments.b or arguments.donor_tokenizer or known:
+        return None
+    return (
+        "the donor's tokenizer was not compared with the target's, so ids in both count as the same token: "
+        "--donor-tokenizer (donor.tokenizer in a profile)"
+    )
 
 
 def _foreign(arguments: argparse.Namespace) -> dict[int, tuple[str | None, str | None]]:
@@ -141,10 +197,31 @@ def _remap(arguments: argparse.Namespace) -> None:
             found="auto",
             fix="choose a fill, or let the pipeline's remap stage choose (fill: auto in params.yaml)",
         )
-    donor, new = checkout(arguments.donor, None, DRAFTER_FILES), read_mapping(arguments.vocab)
-    rows = remap_folder(donor, new, arguments.fill, arguments.target, arguments.output, _foreign(arguments))
+    donor = checkout(arguments.donor, None, DRAFTER_FILES)
+    new = read_mapping(arguments.vocab, prefix=arguments.prefix_vocabulary)
+    notes: list[str] = []
+    rows = remap_folder(
+        donor,
+        new,
+        arguments.fill,
+        arguments.target,
+        arguments.output,
+        _foreign(arguments),
+        aux_layers=arguments.aux_layers,
+        prefix=arguments.prefix_vocabulary,
+        tell=notes.append,
+    )
+    if odd := _odd_kind("the new vocabulary", arguments.vocab, new):
+        notes.append(f"note: {odd}")
+    if rows["zero"]:
+        notes.append(
+            f"note: {rows['zero']:,} rows that the donor lacks are zeros; the pipeline's remap stage takes the fill "
+            "with the lowest first-step loss (fill: auto), usually --fill fitted --target TARGET"
+        )
     if arguments.json:
+        print("\n".join(notes), file=sys.stderr)
         print(json.dumps(rows, indent=2))
         return
     print(f"{len(new):,} head rows in {arguments.output}:")
     print("\n".join(f"  {number:>9,}  {name}" for name, number in rows.items() if number))
+    print("".join(f"\n{textwrap.fill(note, WIDTH)}" for note in notes), end="\n" * bool(notes))

@@ -1,10 +1,5 @@
-"""Drafters on disk: SGLang's form, read and written strictly. The only place that decides names of tensors.
+"""Drafters on disk, whole: written in SGLang's form and read back, or read from any dialect (see `parts`)."""
 
-SGLang drops tensors that it does not know and tolerates missing ones, then serves accept length 1.00; so here a
-missing, unexpected, mis-shaped, non-finite or wrongly typed tensor is an error with its name.
-"""
-
-import hashlib
 import json
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
@@ -13,36 +8,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from redraft.drafter.config import config_json, exported_layer_ids, read_config
-from redraft.drafter.dialect import read_tensors, speculators_form
-from redraft.drafter.model import Drafter, DrafterConfig
-from redraft.drafter.names import declared_layers, sglang_name, speculators_name
-from redraft.drafter.stream import write_safetensors
+from redraft.drafter.config import config_json, exported_layer_ids
+from redraft.drafter.dialect import speculators_form
+from redraft.drafter.donor import require_fit, tell_embedding
+from redraft.drafter.files import RECORD, WEIGHTS
+from redraft.drafter.model import Drafter
+from redraft.drafter.names import sglang_name, speculators_name
+from redraft.drafter.parts import Parts, read_parts, weights_sha256
 from redraft.frame import atomic
 from redraft.frame.errors import RedraftError
 from redraft.vocab.mapping import Mapping
 
-WEIGHTS = "model.safetensors"
-RECORD = "redraft.json"
+__all__ = [
+    "Checkpoint", "export_speculators", "read_checkpoint", "read_donor", "read_parts", "weights_sha256",
+    "write_checkpoint", "write_parts",
+]  # fmt: skip
 ROW_SOURCE = "row_source.npy"
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_IGNORED = {"embed_tokens.weight"}  # SGLang replaces it by the target's
-
-
-@dataclass
-class Parts:
-    """A drafter as it lies on disk; tensors stay mapped files until they are used."""
-
-    config: DrafterConfig
-    fields: dict[str, Any]
-    """`config.json` in SGLang's form."""
-    tensors: dict[str, Tensor]
-    """Weights by their names in `Drafter`, in the dtype of the file."""
-    mapping: Mapping
-    record: dict[str, Any] = field(default_factory=dict)
-    """`redraft.json`, if there is one."""
 
 
 @dataclass
@@ -149,7 +133,8 @@ def _write_tensors(
     folder: Path, tensors: dict[str, Tensor], mapping: Mapping, made: Container[str] | None = None
 ) -> None:
     """Write the weights and compare what is read back: all of it, or the tensors `made` and every name and shape."""
-    write_safetensors(folder / WEIGHTS, tensors, json.dumps({"mapping": mapping.hash}))
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, folder / WEIGHTS, {"redraft": json.dumps({"mapping": mapping.hash})})
     again = _with_mapping(read_parts(folder, finite=False))
     for name, tensor in tensors.items():
         if (made is None or name in made) and not torch.equal(again[sglang_name(name)], tensor):
@@ -172,142 +157,35 @@ def _checkpoint(folder: Path, parts: Parts) -> Checkpoint:
     return Checkpoint(drafter, parts.mapping, parts.record, row_source)
 
 
-def read_donor(folder: Path, target: Any, aux_layers: tuple[int, ...], target_head: Tensor | None = None) -> Checkpoint:
+def read_donor(
+    folder: Path,
+    target: Any,
+    aux_layers: tuple[int, ...],
+    target_head: Tensor | None = None,
+    *,
+    target_embed: Tensor | None = None,
+    embedding: str = "own",
+    prefix: bool = False,
+    tell: Callable[[str], None] = print,
+) -> Checkpoint:
     """Read a drafter as donor for a target: `read_checkpoint`, and it must fit.
 
     Args:
         folder: the donor's.
-        target: text configuration of the target: `hidden_size`, `vocab_size`, `model_type`.
+        target: configuration of the target, whole or its text part: `hidden_size`, `vocab_size`, `model_type`,
+            `architectures`, `num_hidden_layers`.
         aux_layers: inputs of layers.
         target_head: [V, H], whose rows a donor without a head of its own borrows; None refuses such a donor.
+        target_embed: [V, H], with which an embedding in the donor's file is compared, if it is at hand.
+        embedding: `own` refuses a donor whose embedding is not the target's, `target` takes the target's and says so.
+        prefix: see `read_parts`.
+        tell: takes a line about an embedding that is left out.
 
     Raises:
-        RedraftError: another hidden size or V, or layer ids that are neither these inputs nor these outputs.
+        RedraftError: another hidden size or V, layer ids that do not mean these inputs for such a target, or another
+            embedding.
     """
-    parts = read_parts(folder, target_head=target_head)
-    found = {"hidden size": parts.config.hidden_size, "V": parts.config.vocab_size}
-    expected = {"hidden size": target.hidden_size, "V": target.vocab_size}
-    if found != expected:
-        raise RedraftError(
-            "The donor was made for another target.",
-            where=folder,
-            expected=f"{expected} (the target, {target.model_type})",
-            found=f"{found} (fc {list(parts.tensors['fc.weight'].shape)})",
-            fix="choose a donor of the target's family",
-        )
-    layers = declared_layers(parts.fields)
-    if layers not in (None, aux_layers):
-        raise RedraftError(
-            "The donor was trained on other layers of the target.",
-            where=folder / "config.json",
-            expected=f"{list(aux_layers)}, as inputs of layers",
-            found=list(layers or ()),
-            fix="write the donor's layers, as inputs of layers, to target.aux_layers in the profile",
-        )
+    parts = read_parts(folder, target_head=target_head, prefix=prefix)
+    require_fit(parts, folder, target, aux_layers)
+    tell_embedding(parts.embedding, target_embed, folder, refuse=embedding == "own", tell=tell)
     return _checkpoint(folder, parts)
-
-
-def read_parts(folder: Path, *, finite: bool = True, target_head: Tensor | None = None) -> Parts:
-    """Read a drafter's configuration, mapping and mapped tensors, checked; without `finite` no value is read.
-
-    A head that is missing is taken from `target_head` [V, H] if that is given.
-
-    Raises:
-        RedraftError: no or incomplete config.json, a flag that SGLang's class does not implement, files that cannot be
-            read, or a tensor that is missing, unexpected, mis-shaped, wrongly typed or not finite.
-    """
-    config, fields = read_config(folder)
-    tensors, where = read_tensors(folder), str(folder)
-    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    full = config.draft_vocab_size == config.vocab_size
-    if d2t is None and (t2d is not None or not full):
-        raise RedraftError(
-            "The mapping is not complete.",
-            where=where,
-            expected="d2t and t2d, d2t alone, or neither with a full draft vocabulary",
-            found="t2d" if t2d is not None else "neither",
-        )
-    if d2t is None:
-        mapping = Mapping(np.arange(config.vocab_size), config.vocab_size)
-    else:
-        mapping = Mapping.from_offsets(d2t.numpy(), None if t2d is None else t2d.numpy(), config.vocab_size, where)
-    if target_head is not None and "lm_head.weight" not in tensors:
-        tensors["lm_head.weight"] = target_head[torch.from_numpy(mapping.ids)]
-    with torch.device("meta"):
-        wanted = Drafter(config).state_dict()
-    if fields.pop("tie_word_embeddings", False) and full and "embed_tokens.weight" in tensors:
-        tensors.setdefault("lm_head.weight", tensors["embed_tokens.weight"])
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in _IGNORED}
-    _check(tensors, wanted, where)
-    if finite:
-        require_finite(tensors, where)
-    if len(mapping) != config.draft_vocab_size:
-        raise RedraftError(
-            "Mapping and head have different numbers of slots.",
-            where=where,
-            expected=f"{config.draft_vocab_size} (draft_vocab_size)",
-            found=len(mapping),
-        )
-    record = json.loads((folder / RECORD).read_text()) if (folder / RECORD).is_file() else {}
-    mapping.require_hash(record.get("mapping"), folder)
-    return Parts(config, fields, tensors, mapping, record)
-
-
-def _check(tensors: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> None:
-    missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-    if missing or unknown:
-        raise RedraftError(
-            "The tensors are not those of the drafter.",
-            where=where,
-            expected=f"missing here: {', '.join(missing) or 'none'}",
-            found=f"not known: {', '.join(unknown) or 'none'}",
-            cause="a trainer's prefix was left on the names, or the export was cut short",
-            fix="donor.head: target in the profile borrows the target's rows"
-            if missing == ["lm_head.weight"]
-            else None,
-        )
-    for name, tensor in tensors.items():
-        if tensor.shape != wanted[name].shape:
-            raise RedraftError(
-                "A tensor of the drafter has another shape.",
-                where=f"{where}: {name}",
-                expected=list(wanted[name].shape),
-                found=list(tensor.shape),
-            )
-        if tensor.dtype not in FLOATS:
-            raise RedraftError(
-                "A tensor of the drafter cannot be used.",
-                where=f"{where}: {name}",
-                expected="one of " + ", ".join(map(str, FLOATS)),
-                found=tensor.dtype,
-                fix="a quantised drafter has to be dequantised first" if tensor.itemsize == 1 else None,
-            )
-
-
-def require_finite(tensors: dict[str, Tensor], where: str) -> None:
-    """Refuse NaN and infinity; the least and the largest value tell in one pass, since NaN is both.
-
-    Raises:
-        RedraftError: naming the tensor.
-    """
-    for name, tensor in tensors.items():
-        if not bool(torch.stack(torch.aminmax(tensor)).isfinite().all()):
-            raise RedraftError(
-                "A tensor of the drafter cannot be used.",
-                where=f"{where}: {name}",
-                expected="finite values",
-                found="NaN or infinity",
-            )
-
-
-def weights_sha256(folder: Path) -> str:
-    """SHA-256 of a drafter's weights: of every tensor, by name, its name, dtype, shape and bytes.
-
-    Raises:
-        RedraftError: see `redraft.drafter.dialect.read_tensors`.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(read_tensors(folder).items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -1,6 +1,5 @@
 """A drafter's files in every dialect: where the tensors lie, and the configuration that speculators and vLLM read."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from redraft.drafter.files import CAUSE, check_header, weight_files
 from redraft.drafter.names import sglang_name
 from redraft.frame.errors import RedraftError
-
-HEADER_LIMIT = 100_000_000
-"""Bytes; safetensors refuses longer headers."""
-_CAUSE = "an incomplete download, or not a file of weights"
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -26,7 +22,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         RedraftError: no weights, old and new format side by side, a shard that is absent, a file that cannot be read,
             or two names for one tensor.
     """
-    files = _weight_files(folder)
+    files = weight_files(folder)
     tensors: dict[str, Tensor] = {}
     for path in files:
         for name, tensor in _load(path).items():
@@ -37,49 +33,17 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    new, old = sorted(folder.glob("*.safetensors")), sorted(folder.glob("pytorch_model*.bin"))
-    if bool(new) == bool(old):
-        raise RedraftError(
-            "The drafter's weights cannot be told." if new else "The drafter has no weights.",
-            where=folder,
-            expected="safetensors files or pytorch_model.bin, not both",
-            found=[path.name for path in (*new, *old)] or sorted(path.name for path in folder.iterdir())[:10],
-            fix="move the older ones away" if new else None,
-        )
-    index = folder / ("model.safetensors.index.json" if new else "pytorch_model.bin.index.json")
-    if not index.is_file():
-        return new or old
-    named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    absent = [name for name in named if not (folder / name).is_file()]
-    if absent:
-        raise RedraftError("A shard of the drafter is absent.", where=index, expected=absent, cause=_CAUSE)
-    return [folder / name for name in named]
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise ValueError(f"{', '.join(repeated)} stands twice in the header")
-    return dict(pairs)
-
-
-def _check_header(path: Path) -> None:
-    """Refuse a name that stands twice, which safetensors 0.8 lets pass; all else it refuses itself."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size <= min(HEADER_LIMIT, path.stat().st_size):  # nothing is read by an unchecked length
-            json.loads(file.read(size), object_pairs_hook=_once)
-
-
 def _load(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
-            _check_header(path)
-        return load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
-        raise RedraftError("The drafter's weights cannot be read.", where=path, found=error, cause=_CAUSE) from error
+            check_header(path)
+            return load_file(path)
+        loaded = torch.load(path, "cpu", weights_only=True)
+        if not isinstance(loaded, dict) or not all(isinstance(each, Tensor) for each in loaded.values()):
+            raise ValueError(f"a {type(loaded).__name__} that is no table of tensors")
+        return loaded
+    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError, RecursionError) as error:
+        raise RedraftError("The drafter's weights cannot be read.", where=path, found=error, cause=CAUSE) from error
     except Exception as error:  # pickle's own kinds of refusal have no common ancestor
         raise RedraftError(
             "The drafter's weights hold more than tensors.",

@@ -8,7 +8,7 @@ its name, and the strict reader refuses it.
 from typing import Any
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-_SPECULATORS = {"Eagle3DraftModel", "Eagle3Speculator"}
+_SPECULATORS = ("Eagle3DraftModel", "Eagle3Speculator")
 _KEPT = {"eagle_config", "rope_scaling", "rope_parameters"}
 
 
@@ -27,21 +27,10 @@ def speculators_name(name: str) -> str:
 
 def flat_config(fields: dict[str, Any]) -> dict[str, Any]:
     """A drafter's `config.json` with nested parts laid flat and the architecture named as SGLang does."""
-    nested = fields.get("transformer_layer_config") or fields.get("text_config") or {}
+    parts = (fields.get("transformer_layer_config"), fields.get("text_config"))
+    nested = next((part for part in parts if part and isinstance(part, dict)), {})
     flat = {**nested, **{name: value for name, value in fields.items() if not isinstance(value, dict) or name in _KEPT}}
-    if set(fields.get("architectures") or []) <= _SPECULATORS and "transformer_layer_config" in fields:
+    named = fields.get("architectures") or []
+    if "transformer_layer_config" in fields and isinstance(named, list) and all(name in _SPECULATORS for name in named):
         flat["architectures"] = [ARCHITECTURE]
     return flat
-
-
-def declared_layers(fields: dict[str, Any]) -> tuple[int, ...] | None:
-    """The layers that feed a drafter, as inputs of layers, by its flat configuration; None if it names none.
-
-    Nested in `eagle_config` (SGLang) a list that starts with 1 names outputs, any other inputs, as SGLang 0.5.13 and
-    later read it for DeepSeek targets; at top level (speculators, vLLM) ids are inputs.
-    """
-    nested = (fields.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if nested:
-        return tuple(layer + 1 for layer in nested) if nested[0] == 1 else tuple(nested)
-    top = fields.get("eagle_aux_hidden_state_layer_ids")
-    return tuple(top) if top else None

@@ -1,6 +1,5 @@
 """Open engines by name."""
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,9 +101,7 @@ def _lint(engine: SGLangEngine, drafter: Path) -> None:
     else:
         version, context = installed_version(params.python), engine.context
         parallel = flag_number(params, TENSOR_PARALLEL, 1)
-    # until redraft.preflight.lint knows of tensor parallelism
-    divided: dict[str, Any] = {"tp": parallel or 1} if "tp" in inspect.signature(lint).parameters else {}
-    found = lint(drafter, engine.target, str(version or ".".join(map(str, NEWEST))), context=context, **divided)
+    found = lint(drafter, engine.target, str(version or NEWEST), context=context, tp=parallel or 1)
     require_clean(found, drafter)
 
 

@@ -40,7 +40,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
         raise RedraftError(
             "A file is no JSON.", where=path, found=error, cause="an incomplete download or a slip in an edit"
         ) from error

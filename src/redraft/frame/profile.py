@@ -186,6 +186,10 @@ class DonorParams(Section):
     """Required by `source: train`."""
     slots: Positive | None = None
     """Slots of the donor's own mapping, with `source: train`."""
+    embedding: Literal["own", "target"] = "own"
+    """`own` refuses a donor whose embedding is not the target's; `target` takes the target's all the same."""
+    prefix_vocabulary: Flag = False
+    """Take a mapping of zero offsets at its word: slot i is id i. Without this a foreign donor with one is refused."""
     tokenizer: str | None = None
     """The donor's own target (a folder or ORG/NAME@COMMIT), if its ids may mean other tokens than the target's."""
 

@@ -1,47 +1,36 @@
-"""A drafter made ready for a release of SGLang: a folder that passes its preflight, with a model card in it."""
+"""The model card of a drafter: what it is, which figures were measured with it, and how to serve it."""
 
-import json
+import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
-from redraft.drafter.checkpoint import Parts, read_parts, write_parts
-from redraft.drafter.config import config_json
-from redraft.frame import atomic
-from redraft.frame.errors import RedraftError
-from redraft.preflight.facts import Finding, TargetFacts, read_object, read_target
-from redraft.preflight.lint import lint, require_clean
-from redraft.preflight.releases import Release, ids_that_capture
+from redraft.drafter.checkpoint import Parts, weights_sha256
+from redraft.preflight.facts import Finding, object_or_reason, positive
+from redraft.preflight.releases import Release
+from redraft.preflight.source import Source
+from redraft.target.facts import TargetFacts
 
-
-def require_layers(record: dict[str, Any], given: Sequence[int] | None, where: Path) -> tuple[int, ...]:
-    """The aux layers of a drafter, as inputs of layers: those of `redraft.json`, else those given.
-
-    Raises:
-        RedraftError: neither.
-    """
-    layers = record.get("aux_layers") or given
-    if not layers:
-        raise RedraftError(
-            "The drafter does not say which layers feed it.",
-            where=where / "redraft.json",
-            expected="aux_layers",
-            fix="give --aux-layers, as inputs of layers, for example 2 30 58",
-        )
-    return tuple(layers)
+CHAIN = 3
+"""Drafts of the serve command where nothing was measured."""
 
 
 @dataclass(frozen=True)
-class _Made:
+class Made:
     """What a card tells of."""
 
     parts: Parts
     """As written."""
     target: TargetFacts
+    source: Source
+    """The target by its names."""
     release: Release
     layers: tuple[int, ...]
     ids: list[int]
@@ -50,140 +39,167 @@ class _Made:
     notes: list[Finding]
 
 
-def export_sglang(
-    checkpoint: Path,
-    target: Path,
-    version: str,
-    output: Path,
-    *,
-    context: int | None = None,
-    aux_layers: Sequence[int] | None = None,
-    metrics: Path | None = None,
-) -> list[Finding]:
-    """Write a drafter for one release of SGLang and one target, look it over again, and write its model card.
+@dataclass(frozen=True)
+class Figures:
+    """The metrics of a run of the pipeline, as far as they are those of one drafter."""
+
+    folder: Path | None
+    """With `train.json`, `vocab.json`, `probe.json`, `bench.json`; None for no metrics."""
+    drafter: Path
+    record: dict[str, Any]
+    """Its `redraft.json`."""
+
+    def read(self, name: str) -> dict[str, Any]:
+        """One file; empty if there is none."""
+        value = object_or_reason(self.folder / f"{name}.json") if self.folder else {}
+        return value if isinstance(value, dict) else {}
+
+    @cached_property
+    def trained_here(self) -> bool:
+        """Whether `train.json` is of this drafter: its held-out figures are in `redraft.json` too."""
+        return bool(self.record.get("heldout")) and self.read("train").get("heldout") == self.record["heldout"]
+
+    def served(self, name: str) -> dict[str, Any]:
+        """`probe` or `bench`, if this drafter was measured: by the hash of its weights, else by its training."""
+        found = self.read(name)
+        if "drafter" in found:
+            return found if found["drafter"] == self.hash else {}
+        return found if self.trained_here and found.get("mapping", self.mapping) == self.mapping else {}
+
+    @cached_property
+    def hash(self) -> str:
+        """See `weights_sha256`."""
+        return weights_sha256(self.drafter)
+
+    @property
+    def mapping(self) -> object:
+        """Hash of the mapping that it was written with."""
+        return self.record.get("mapping")
+
+
+def card(made: Made, drafter: Path, output: Path, metrics: Path | None) -> str:
+    """The model card: front matter as the Hugging Face hub reads it, what the drafter is, and how to serve it.
 
     Args:
-        checkpoint: a drafter in any dialect.
-        target: target folder.
-        version: of SGLang.
-        output: folder to write.
-        context: tokens to serve; a shorter `max_position_embeddings` is raised to it, which the card says.
-        aux_layers: inputs of layers, if `redraft.json` does not name them.
-        metrics: folder with the metrics of the pipeline; what belongs to this drafter goes into the card.
-
-    Returns:
-        The notes of the preflight.
-
-    Raises:
-        RedraftError: a drafter that cannot be read, layers that the release cannot capture, or an error finding.
+        made: what was written.
+        drafter: what it was made of.
+        output: the folder that is served.
+        metrics: folder with the metrics of the pipeline; what belongs to this drafter is told.
     """
-    release, served = Release.parse(version), read_target(target)
-    parts = read_parts(checkpoint)
-    layers = require_layers(parts.record, aux_layers, checkpoint)
-    ids = ids_that_capture(layers, served.depth, served.deepseek, release)
-    before = lint(checkpoint, target, version, context=context)
-    require_clean([each for each in before if each.rule == "embed-differs"], checkpoint)  # it is left out below
-    own = parts.config.max_position_embeddings
-    config = replace(parts.config, max_position_embeddings=max(own, context or 0))
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in parts.tensors.items()}
-    written = replace(parts, config=config, fields=config_json(config, ids), tensors=tensors)
-    exported = {"sglang": str(release), "layer_ids": ids, "positions_before": own}
-    with atomic.folder(output) as partial:
-        write_parts(partial, written, {**parts.record, "aux_layers": list(layers), "exported": exported}, None)
-        notes = lint(partial, target, version, context=context)
-        require_clean(notes, checkpoint)
-        made = _Made(written, served, release, layers, ids, context, own, notes)
-        (partial / "README.md").write_text(card(made, output, metrics))
-    return notes
-
-
-def card(made: _Made, output: Path, metrics: Path | None) -> str:
-    """The model card: front matter as the Hugging Face hub reads it, what it is, and how to serve it."""
-    source = read_object(made.target.folder / "target.json")
-    source = source if isinstance(source, dict) else {}
-    name, folder, revision = str(source.get("source", "")), str(made.target.folder), source.get("revision")
-    local = name.count("/") != 1 or not revision
-    name = made.target.folder.resolve().name if local and not name.startswith(("wheel:", "fit:")) else name
-    mapping, config, record = made.parts.mapping, made.parts.config, made.parts.record
+    source, config, record = made.source, made.parts.config, made.parts.record
+    figures = Figures(metrics, drafter, record)
     raised = config.max_position_embeddings > made.own_positions
-    training = record.get("training") or {}
-    longest = training.get("max_length") or training.get("row_tokens")
-    probe = _read(metrics, "probe") if metrics else {}
-    probe = probe if probe.get("mapping") == mapping.hash else {}
-    rows = {
-        "target": f"{name}, {made.target.architecture} of {made.target.depth} layers",
-        "revision": revision and f"`{revision}`",
-        "for": f"SGLang {made.release}",
-        "draft vocabulary": f"{len(mapping):,} of {mapping.vocab_size:,} ids",
-        "mapping": f"`{mapping.hash}`",
-        "coverage": _coverage(made.parts, metrics),
-        "aux layers": f"inputs of layers {_list(made.layers)}, written as {_list(made.ids)}",
-        "positions": f"{config.max_position_embeddings:,}{f', raised from {made.own_positions:,}' if raised else ''}",
-        "trained on": f"documents of at most {longest:,} tokens" if longest else None,
-        "accept length, predicted": _predicted(record),
-        "accept length, served": _served(probe),
-    }
+    rows = _rows(made, figures, raised)
     table = "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items() if value)])
     warning = (
         f"\n**Positions.** The drafter was made for {made.own_positions:,} positions. `max_position_embeddings` was "
         f"raised to {config.max_position_embeddings:,} so that the server starts; how much is accepted past "
         f"{made.own_positions:,} is not known.\n"
     )
-    command = _command(made, folder if local else name, output, probe)
     notes = [f"- `{each.rule}`: {each.found}; {each.effect}. What to do: {each.fix}." for each in made.notes]
     told = "\n## Notes of the preflight\n\n" + "\n".join(notes) + "\n" if notes else ""
-    front = {"base_model": name, "library_name": "sglang", "pipeline_tag": "text-generation"}
-    yaml = "\n".join(f"{key}: {json.dumps(value)}" for key, value in front.items())
-    return (
-        f"---\n{yaml}\ntags:\n- eagle3\n- speculative-decoding\n---\n\n# EAGLE-3 drafter for {name}\n\n"
-        "Drafts tokens for its target, which verifies them: the output is the target's own.\n\n"
-        f"{table}\n{warning if raised else ''}"
-        f"\n## Serve\n\n```sh\n{command}\n```\n{told}"
+    front = ModelCardData(
+        base_model=_hub_name(source.name),
+        library_name="sglang",
+        pipeline_tag="text-generation",
+        tags=["eagle3", "speculative-decoding"],
     )
+    return str(
+        ModelCard(
+            f"---\n{front.to_yaml()}\n---\n\n# EAGLE-3 drafter for {source.name}\n\n"
+            "Drafts tokens for its target, which verifies them: the output is the target's own.\n"
+            "The embedding is the target's too: it is not in these weights, a server puts it in its place.\n\n"
+            f"{table}\n{warning if raised else ''}"
+            f"\n## Serve\n\n```sh\n{_command(made, output, _drafts(figures))}\n```\n{told}"
+        )
+    )
+
+
+def _hub_name(name: str) -> str | None:
+    """A name that the hub takes for a model; a wheel or a folder of another form has none."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
+
+
+def _rows(made: Made, figures: Figures, raised: bool) -> dict[str, str | None]:
+    mapping, config, training = made.parts.mapping, made.parts.config, figures.record.get("training")
+    longest = (training.get("max_length") or training.get("row_tokens")) if isinstance(training, dict) else None
+    return {
+        "target": f"{made.source.name}, {made.target.architecture} of {made.target.depth} layers",
+        "revision": f"`{made.source.revision}`" if made.source.revision else None,
+        "for": f"SGLang {made.release}",
+        "draft vocabulary": f"{len(mapping):,} of {mapping.vocab_size:,} ids",
+        "mapping": f"`{mapping.hash}`",
+        "coverage": _coverage(figures, len(mapping)),
+        "aux layers": f"inputs of layers {_list(made.layers)}, written as {_list(made.ids)}",
+        "positions": f"{config.max_position_embeddings:,}{f', raised from {made.own_positions:,}' if raised else ''}",
+        "trained on": f"documents of at most {longest:,} tokens" if isinstance(longest, int) else None,
+        "accept length, predicted": _predicted(figures.record),
+        **_measured(figures.served("probe")),
+    }
 
 
 def _list(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _read(metrics: Path, name: str) -> dict[str, Any]:
-    value = read_object(metrics / f"{name}.json")
-    return value if isinstance(value, dict) else {}
-
-
-def _coverage(parts: Parts, metrics: Path | None) -> str | None:
-    """From the metrics of the run that made this drafter: its held-out figures are in `redraft.json` too."""
-    record = parts.record
-    if metrics is None or not record.get("heldout") or record.get("init") == "keep_donor_vocab":
+def _coverage(figures: Figures, slots: int) -> str | None:
+    if not figures.trained_here or figures.record.get("init") == "keep_donor_vocab":
         return None  # the donor's vocabulary is not the one that the metrics tell of
-    vocab = _read(metrics, "vocab")
-    if _read(metrics, "train").get("heldout") != record["heldout"] or vocab.get("slots") != len(parts.mapping):
+    vocab = figures.read("vocab")
+    shares = [positive(vocab.get(f"coverage_{split}")) for split in ("train", "heldout")]
+    if vocab.get("slots") != slots or None in shares:
         return None
-    return f"{vocab['coverage_train']:.1%} of the tokens trained on, {vocab['coverage_heldout']:.1%} of held-out ones"
+    return f"{shares[0]:.1%} of the tokens trained on, {shares[1]:.1%} of held-out ones"
 
 
 def _predicted(record: dict[str, Any]) -> str | None:
-    length = (record.get("heldout") or {}).get("accept_length")
+    heldout = record.get("heldout")
+    length = positive(heldout.get("accept_length")) if isinstance(heldout, dict) else None
     return f"{length:.2f} tokens a verify step, on held-out answers" if length else None
 
 
-def _served(probe: dict[str, Any]) -> str | None:
-    if not probe:
-        return None
-    engine = probe.get("engine") or {}
+def _measured(probe: dict[str, Any]) -> dict[str, str]:
+    """The probe's row: `served` only by a server, not by the engine in this process."""
+    length, engine = positive(probe.get("accept_length")), probe.get("engine")
+    if not length or not isinstance(engine, dict):
+        return {}
     who = " ".join(str(engine[key]) for key in ("engine", "version") if key in engine)
-    return f"{probe['accept_length']:.2f} tokens a verify step, {engine.get('spec_steps')} drafted, engine {who}"
+    here = engine.get("engine") == "torch"
+    drafted = f"{length:.2f} tokens a verify step, {engine.get('spec_steps')} drafted"
+    return {f"accept length, {'computed in one process' if here else 'served'}": f"{drafted}, engine {who}"}
 
 
-def _command(made: _Made, model: str, output: Path, probe: dict[str, Any]) -> str:
-    steps = (probe.get("engine") or {}).get("spec_steps") or 3
-    flags: dict[str, object] = {
-        "model-path": model,
+def _drafts(figures: Figures) -> tuple[int, int, int]:
+    """Steps, topk and draft tokens of the serve command: what the bench found best, else what the probe served."""
+    levels = figures.served("bench").get("levels")
+    levels = levels if isinstance(levels, dict) else {}
+    for _, level in sorted(levels.items(), key=lambda item: (len(item[0]), item[0])):  # the fewest clients first
+        if not isinstance(level, dict) or level.get("word") == "invalid":
+            continue
+        best = re.fullmatch(r"(\d+)(?:x(\d+)x(\d+))?", str(level.get("best")))
+        if best and int(best[1]):
+            steps, topk = int(best[1]), int(best[2] or 1)
+            return steps, topk, int(best[3] or steps + 1)
+    engine = figures.served("probe").get("engine")
+    served = engine.get("spec_steps") if isinstance(engine, dict) else None
+    steps = served if isinstance(served, int) and served > 0 else CHAIN
+    return steps, 1, steps + 1
+
+
+def _command(made: Made, output: Path, drafts: tuple[int, int, int]) -> str:
+    flags: dict[str, object] = {"model-path": made.source.model}
+    if made.source.revision:
+        flags["revision"] = made.source.revision
+    flags |= {
         "speculative-algorithm": "EAGLE3",
         "speculative-draft-model-path": output,
-        "speculative-num-steps": steps,
-        "speculative-eagle-topk": 1,
-        "speculative-num-draft-tokens": steps + 1,
+        "speculative-num-steps": drafts[0],
+        "speculative-eagle-topk": drafts[1],
+        "speculative-num-draft-tokens": drafts[2],
     }
     rules = {each.rule for each in made.notes}
     if made.context is not None:

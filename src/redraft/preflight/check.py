@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from redraft.frame.errors import RedraftError, explained
@@ -14,6 +15,7 @@ from redraft.frame.files import read_object
 from redraft.frame.params import Config
 from redraft.target.checkout import locate, require_used
 from redraft.target.config import aux_layers_at, require_served
+from redraft.target.facts import read_facts
 from redraft.target.folder import TARGET_RECORD
 from redraft.target.weights import weight_files
 
@@ -142,21 +144,10 @@ def _target_folder(config: Config, root: Path) -> Path | None:
         return None
 
 
-def _facts(folder: Path) -> dict[str, Any]:
-    """`config.json` with its text part laid flat.
-
-    Raises:
-        RedraftError: none that can be read.
-    """
-    top = read_object(folder / "config.json")
-    inner = top.get("text_config")
-    return {**top, **(inner if isinstance(inner, dict) else {})}
-
-
 def _hidden(target: Path | None) -> int:
     try:
-        return int(_facts(target).get("hidden_size") or 0) if target else 0
-    except (RedraftError, TypeError, ValueError):
+        return read_facts(target).hidden if target else 0
+    except RedraftError:
         return 0
 
 
@@ -171,19 +162,17 @@ def _target(config: Config, folder: Path | None) -> str:
     if not made and locate(source, params.revision) == folder:
         require_served(folder)
         weight_files(folder)
-    facts = _facts(folder)
-    depth, vocab = facts.get("num_hidden_layers"), facts.get("vocab_size")
-    if isinstance(depth, int):
-        aux_layers_at(depth, params.aux_layers)
-    if isinstance(vocab, int) and config.profile.vocab.slots > vocab:
+    facts = read_facts(folder)
+    aux_layers_at(facts.depth, params.aux_layers)
+    if config.profile.vocab.slots > facts.vocab:
         raise RedraftError(
             "The draft vocabulary is larger than the target's.",
             where="vocab.slots in the profile",
-            expected=f"at most {vocab} (vocab_size in {folder / 'config.json'})",
+            expected=f"at most {facts.vocab} (vocab_size in {folder / 'config.json'})",
             found=config.profile.vocab.slots,
         )
     _require_tokenizer(folder, params.trust_remote_code)
-    return f"{(facts.get('architectures') or ['?'])[0]}, {depth} layers, hidden {facts.get('hidden_size')}, V {vocab}"
+    return f"{facts.architecture or '?'}, {facts.depth} layers, hidden {facts.hidden}, V {facts.vocab}"
 
 
 def _require_tokenizer(folder: Path, trust_remote_code: bool) -> None:
@@ -212,20 +201,25 @@ def _donor(config: Config, target: Path | None) -> str:
     folder = locate(donor.source, donor.revision)
     if not isinstance(folder, Path):
         return f"{donor.source}, from the hub"
-    from redraft.drafter.checkpoint import read_parts  # torch
+    from redraft.drafter.donor import require_fit  # torch
+    from redraft.drafter.parts import read_parts
 
-    parts = read_parts(folder, finite=False)
-    facts = _facts(target) if target else {}
-    for name, found in (("hidden_size", parts.config.hidden_size), ("vocab_size", parts.config.vocab_size)):
-        if facts.get(name, found) != found:
-            raise RedraftError(
-                "The donor was made for another target.",
-                where=folder / "config.json",
-                expected=f"{name} {facts[name]} (the target's)",
-                found=found,
-                fix="choose a donor of the target's family",
-            )
+    parts = read_parts(folder, finite=False, prefix=donor.prefix_vocabulary, target_head=_stand_in(donor.head, target))
+    if target is not None:
+        facts = read_facts(target)
+        fields = SimpleNamespace(**{"model_type": "?", **facts.fields, "architectures": [facts.architecture]})
+        require_fit(parts, folder, fields, aux_layers_at(facts.depth, config.profile.target.aux_layers))
     return f"{len(parts.mapping)} slots, {parts.mapping.order}"
+
+
+def _stand_in(head: str, target: Path | None) -> Any:
+    """Rows in place of a head that the donor will borrow: their shape is all that is asked here."""
+    if head == "own" or target is None:
+        return None
+    import torch
+
+    facts = read_facts(target)
+    return torch.empty(1, facts.hidden).expand(facts.vocab, -1)
 
 
 def _tokenizers(config: Config, target: Path | None, notes: list[str], deep: bool) -> str:

@@ -1,23 +1,22 @@
 """What a preflight knows of a drafter, its target and the server: read leniently, and judged in `lint.py`."""
 
-import json
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
+from redraft.drafter.config import MOST
 from redraft.drafter.model import Drafter, DrafterConfig
 from redraft.frame.errors import RedraftError
-from redraft.preflight.releases import DEEPSEEK, KIMI, Captured, Release, captured
-from redraft.target.config import read_config
+from redraft.frame.files import read_object
+from redraft.preflight.releases import Captured, Release, captured
+from redraft.preflight.weights import Entry, Weights, reason
+from redraft.target.facts import TargetFacts
 
-RECORD = "redraft.json"
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
@@ -35,133 +34,24 @@ class Finding:
     fix: str
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor by the header of its file."""
-
-    file: Path
-    name: str
-    shape: list[int]
-    dtype: str
-    """As safetensors writes it: `BF16`, `I64`, ..."""
-
-    def read(self) -> Tensor:
-        """The tensor itself, mapped."""
-        with safe_open(self.file, "pt") as file:
-            return file.get_tensor(self.name)
+error, note = partial(Finding, level="error"), partial(Finding, level="note")
+Findings = Iterator[Finding]
 
 
-@dataclass
-class Weights:
-    """The files of a drafter as far as they can be read."""
-
-    entries: list[Entry] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
-    pickles: list[str] = field(default_factory=list)
-    absent: list[str] = field(default_factory=list)
-    """Shards that the index names."""
-    broken: dict[str, str] = field(default_factory=dict)
-    """File to what is wrong with it."""
-    hashes: list[str] = field(default_factory=list)
-    """Of the mapping, from the metadata that redraft writes."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether what is not among the entries is not there."""
-        return bool(self.files) and not self.absent and not self.broken
-
-
-@dataclass(frozen=True)
-class TargetFacts:
-    """A target by its `config.json`."""
-
-    folder: Path
-    architecture: str
-    hidden: int
-    vocab: int
-    """V."""
-    depth: int
-    positions: int | None
-    """Tokens."""
-    dtype: str | None
-    quantised: bool
-    remote_code: bool
-
-    @property
-    def deepseek(self) -> bool:
-        """Whether layer ids are read as DeepSeek's models do."""
-        return self.architecture in DEEPSEEK or self.architecture == KIMI
-
-
-def read_target(folder: Path) -> TargetFacts:
-    """The facts of a target folder; asks transformers only for what its `config.json` leaves to a default.
-
-    Raises:
-        RedraftError: no readable config.json.
-    """
-    path = folder / "config.json"
-    try:
-        top = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RedraftError("The target has no readable config.json.", where=path, found=error) from error
-    fields = {**top, **(top.get("text_config") or {})}
-    if not {"hidden_size", "vocab_size", "num_hidden_layers"} <= fields.keys():
-        fields = {**read_config(folder).get_text_config().to_dict(), **fields}
-    return TargetFacts(
-        folder,
-        (top.get("architectures") or fields.get("architectures") or [""])[0],
-        fields["hidden_size"],
-        fields["vocab_size"],
-        fields["num_hidden_layers"],
-        fields.get("max_position_embeddings"),
-        fields.get("dtype") or fields.get("torch_dtype"),
-        bool(fields.get("quantization_config")),
-        "auto_map" in top,
-    )
-
-
-def read_weights(folder: Path) -> Weights:
-    """The headers of the safetensors files that SGLang would load, and what it would not."""
-    weights = Weights(pickles=sorted(path.name for path in folder.glob("pytorch_model*.bin")))
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            weights.broken[index.name] = f"{type(error).__name__}: {error}"
-    for name in names:
-        path = folder / name
-        if not path.is_file():
-            weights.absent.append(name)
-            continue
-        weights.files.append(name)
-        try:
-            with safe_open(path, "pt") as file:
-                parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-                own = (file.metadata() or {}).get("redraft")
-        except (SafetensorError, OSError) as error:
-            weights.broken[name] = f"{type(error).__name__}: {error}"
-            continue
-        weights.entries += [Entry(path, key, list(p.get_shape()), str(p.get_dtype())) for key, p in parts.items()]
-        with suppress(ValueError, KeyError, TypeError):  # metadata of another writer
-            weights.hashes += [str(json.loads(own)["mapping"])] if own else []
-    return weights
-
-
-def read_object(path: Path) -> dict[str, Any] | str:
+def object_or_reason(path: Path) -> dict[str, Any] | str:
     """The object in a JSON file, or why there is none."""
     try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return value if isinstance(value, dict) else f"a {type(value).__name__} in place of an object"
+        return read_object(path)
+    except RedraftError as fault:
+        return reason(fault)
 
 
 @dataclass
 class Facts:
     """All that the rules look at."""
 
+    folder: Path
+    """The drafter's."""
     fields: dict[str, Any]
     """The drafter's `config.json` as SGLang reads it: nothing is laid flat."""
     weights: Weights
@@ -169,16 +59,22 @@ class Facts:
     """`redraft.json`; empty for a drafter that redraft did not write."""
     target: TargetFacts
     release: Release
-    context: int | None
+    context: int | None = None
     """Tokens that the server is started for."""
-    algorithm: str
-    trained: tuple[int, ...] | None
+    algorithm: str = "EAGLE3"
+    trained: tuple[int, ...] | None = None
     """Aux layers of training, as inputs of layers, if anything tells."""
+    tp: int | None = None
+    """GPUs of tensor parallelism, if the caller tells."""
 
     def number(self, name: str) -> int | None:
         """A positive whole number of `config.json`."""
         value = self.fields.get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+        return value if type(value) is int and 0 < value <= MOST else None
+
+    def real(self, name: str) -> float | None:
+        """A positive number of `config.json`."""
+        return positive(self.fields.get(name))
 
     def part(self, name: str) -> dict[str, Any]:
         """A nested object of `config.json`; empty if it is none."""
@@ -188,6 +84,11 @@ class Facts:
     def flag(self, name: str) -> bool:
         """A switch, at top level or in `eagle_config`."""
         return bool(self.fields.get(name) or self.part("eagle_config").get(name))
+
+    def remembered(self, name: str) -> dict[str, Any]:
+        """A nested object of `redraft.json`; empty if there is none."""
+        value = self.record.get(name)
+        return value if isinstance(value, dict) else {}
 
     @property
     def ids(self) -> list[int] | None:
@@ -203,7 +104,7 @@ class Facts:
     @cached_property
     def captured(self) -> Captured:
         """The layers that the server captures."""
-        return captured(self.ids, self.target.depth, self.target.deepseek, self.release)
+        return captured(self.ids, self.target.depth, self.target.architecture, self.release)
 
     @property
     def aux_width(self) -> int:
@@ -240,22 +141,8 @@ class Facts:
     @cached_property
     def wanted(self) -> dict[str, list[int]]:
         """Tensors that the server makes room for, and their shapes; see `shaped`."""
-        hidden, inner, heads, vocab = (self.number(name) or 1 for name in SHAPE)
-        config = DrafterConfig(
-            hidden_size=hidden,
-            intermediate_size=inner,
-            num_attention_heads=heads,
-            num_key_value_heads=self.number("num_key_value_heads") or heads,
-            head_dim=self.number("head_dim") or max(1, hidden // heads),
-            vocab_size=vocab,
-            draft_vocab_size=self.number("draft_vocab_size") or vocab,
-            rms_norm_eps=1e-6,
-            rope_theta=1.0,
-            max_position_embeddings=1,
-            num_aux_layers=1,
-        )
-        with torch.device("meta"):
-            shapes = {name: list(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
+        shapes = dict(self._plain_shapes[0])
+        hidden = self.number("hidden_size") or 1
         shapes["fc.weight"] = [hidden, self.fan_in]
         for name in ("fc", "midlayer.self_attn.o_proj"):
             if self.flag("bias" if name == "fc" else "attention_bias"):
@@ -266,10 +153,22 @@ class Facts:
             shapes["input_norm.weight"] = [self.fan_in]
         return shapes
 
+    @cached_property
+    def _plain_shapes(self) -> tuple[dict[str, list[int]], bool]:
+        """Shapes of the tensors that every drafter has; False: no tensors can be made of these sizes."""
+        sizes = [self.number(name) or 1 for name in SHAPE]
+        hidden, _, heads, vocab = sizes
+        heads_too = [self.number("num_key_value_heads") or heads, self.number("head_dim") or max(1, hidden // heads)]
+        sizes += [*heads_too, self.number("draft_vocab_size") or vocab]
+        try:
+            return _shapes(*sizes), True
+        except (RuntimeError, TypeError, OverflowError):
+            return _shapes(*[1] * len(sizes)), False
+
     @property
     def shaped(self) -> bool:
         """Whether `config.json` has all that shapes are made of."""
-        return all(self.number(name) for name in SHAPE)
+        return all(self.number(name) for name in SHAPE) and self._plain_shapes[1]
 
     @property
     def states(self) -> int:
@@ -290,7 +189,44 @@ class Facts:
         return head.shape[0] if head and head.shape else self.number("draft_vocab_size") or self.number("vocab_size")
 
 
+def _shapes(
+    hidden: int, inner: int, heads: int, vocab: int, kv_heads: int, head_dim: int, slots: int
+) -> dict[str, list[int]]:
+    """Shapes of a drafter's tensors with one aux layer, by name."""
+    config = DrafterConfig(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab,
+        draft_vocab_size=slots,
+        rms_norm_eps=1e-6,
+        rope_theta=1.0,
+        max_position_embeddings=1,
+        num_aux_layers=1,
+    )
+    with torch.device("meta"):
+        return {name: list(tensor.shape) for name, tensor in Drafter(config).state_dict().items()}
+
+
+def positive(value: object) -> float | None:
+    """A positive, finite number; None for anything else."""
+    if type(value) is int:
+        return float(value) if 0 < value < 1 << 63 else None
+    return value if isinstance(value, float) and 0 < value < math.inf else None
+
+
 def trained_layers(record: dict[str, Any], given: Sequence[int] | None) -> tuple[int, ...] | None:
     """The aux layers that `redraft.json` or the caller names; None if neither does."""
     layers = given or record.get("aux_layers")
-    return tuple(layers) if layers else None
+    good = isinstance(layers, list | tuple) and layers and all(type(layer) is int for layer in layers)
+    return tuple(layers) if good and layers else None
+
+
+def export(facts: Facts) -> str:
+    """What writes a drafter's files anew."""
+    return f"redraft export --for sglang=={facts.release} writes it anew"
+
+
+Rule = Callable[[Facts], Findings]

@@ -1,11 +1,14 @@
 """A profile for a target and a donor of one's own: what their files say, and sizes to begin with."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-from redraft.frame.errors import RedraftError
+from redraft.drafter.layers import declared_layers
+from redraft.drafter.names import flat_config
+from redraft.frame.files import read_object
+from redraft.target.config import default_aux_layers
+from redraft.target.facts import TargetFacts, read_facts
 
 LARGE = 2048
 """Hidden size from which a target wants GPUs and a server."""
@@ -29,8 +32,9 @@ def propose(target: str, revision: str | None, donor: str, donor_revision: str |
     Raises:
         RedraftError: a folder without a config.json that can be read.
     """
-    facts = _config(target)
-    hidden, vocab = int(facts.get("hidden_size", 7168)), int(facts.get("vocab_size", 163_840))
+    folder = Path(target).expanduser()
+    facts = read_facts(folder).fields if folder.is_dir() else {}
+    hidden, vocab = facts.get("hidden_size", 7168), facts.get("vocab_size", 163_840)
     positions = int(facts.get("max_position_embeddings") or 4096)
     large = hidden >= LARGE
     length = min(positions, 4096 if large else 512)
@@ -40,7 +44,7 @@ def propose(target: str, revision: str | None, donor: str, donor_revision: str |
     trained = donor == "train"
     lr = 3e-5 if large and not trained else 1e-4 if large else 1e-3
     knobs = {"lr": lr, "epochs": 3, "ttt_steps": 3, "evals": 3, "patience": 2}
-    slots = _config(donor).get("draft_vocab_size") if not trained else None
+    slots, layers = _of_donor(Path(donor).expanduser(), read_facts(folder) if folder.is_dir() else None)
     slots = min(slots or MOST_SLOTS, vocab)
     answers = {"max_new_tokens": 512 if large else 64}
     source: dict[str, Any] = {"source": donor, "revision": donor_revision}
@@ -49,9 +53,9 @@ def propose(target: str, revision: str | None, donor: str, donor_revision: str |
         knobs_of_donor = {**knobs, "seed": 0, "step_weight": 0.8, "warmup": 0.05, "clip": 0.5, "loss": loss, "evals": 1}
         source |= {"slots": slots, "shape": _shape(facts, hidden, positions), "train": {**sizes, **knobs_of_donor}}
     else:
-        source |= {"head": "own", "tokenizer": None}
+        source |= {"head": "own", "embedding": "own", "prefix_vocabulary": False, "tokenizer": None}
     return {
-        "target": {"source": target, "revision": revision, "trust_remote_code": False, "aux_layers": None},
+        "target": {"source": target, "revision": revision, "trust_remote_code": False, "aux_layers": layers},
         "corpus": {"max_length": length, "max_dropped": 0.05, "max_samples": None},
         "donor": source,
         "vocab": {"slots": slots, "force_special": True, "force_bytes": True},
@@ -100,17 +104,14 @@ def _shape(facts: dict[str, Any], hidden: int, positions: int) -> dict[str, Any]
     }
 
 
-def _config(source: str) -> dict[str, Any]:
-    """`config.json` of a folder with its text part laid flat; nothing for a source that is not on this machine."""
-    folder = Path(source).expanduser()
+def _of_donor(folder: Path, target: TargetFacts | None) -> tuple[int | None, list[int] | None]:
+    """Slots of a donor's folder, and the layers that feed it where they are not the default ones."""
     if not folder.is_dir():
-        return {}
-    path = folder / "config.json"
-    try:
-        top = json.loads(path.read_text())
-        return {**top, **(top.get("text_config") or {}), **(top.get("transformer_layer_config") or {})}
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise RedraftError("The folder has no readable config.json.", where=path, found=error) from error
+        return None, None
+    fields = flat_config(read_object(folder / "config.json"))
+    layers = declared_layers(fields, target.architecture, target.depth) if target else None
+    default = layers is None or (target is not None and layers == default_aux_layers(target.depth))
+    return fields.get("draft_vocab_size"), None if default or layers is None else list(layers)
 
 
 def gpus() -> int:

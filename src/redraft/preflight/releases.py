@@ -1,51 +1,109 @@
 """What SGLang does with an EAGLE-3 drafter, where its releases or the families of targets differ; read up to 0.5.23.
 
-Layers are written down as inputs of layers, as everywhere here; ids are what stands in `config.json`.
+Layers are written down as inputs of layers, as everywhere here; ids are what stands in `config.json`. How ids are read
+is decided in `redraft.drafter.layers`.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from packaging.version import InvalidVersion, Version
+
+from redraft.drafter.layers import NEWEST, last_layer, layers_of
 from redraft.frame.errors import RedraftError
 
-OLDEST, NEWEST = (0, 5, 5), (0, 5, 23)
-"""Releases whose code was read for this; later ones are taken to be as the newest."""
-DEEPSEEK = {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"}
-KIMI = "KimiK25ForConditionalGeneration"
-"""Delegates to its inner DeepSeek model."""
-_TEXT = re.compile(r"v?(\d+)\.(\d+)\.(\d+)(?:\.post(\d+))?(?:(?:rc|\.dev|\+).*)?")
+OLDEST = Version("0.5.5")
+"""Releases from here to `NEWEST` were read for this; later ones are taken to be as the newest."""
+_NUMBER = re.compile(r"v?(\d+\.\d+\.\d+)(?!\d)")
+HOOKS = {
+    architecture: Version(since)
+    for since, architectures in {
+        "0.5.5": "DeepseekV2 DeepseekV3 DeepseekV32",
+        "0.5.6": "LongcatFlash MiniMaxM2 TeleFLM",
+        "0.5.7": "Ministral3 MistralLarge3",
+        "0.5.8": "Glm4MoeLite IQuestCoder",
+        "0.5.9": "BailingMoE BailingMoe BailingMoeV2 ExaoneMoE GlmMoeDsa Qwen3Next",
+        "0.5.10": "KimiK25* SarvamMoE",
+        "0.5.11": "InternS1Pro* Qwen3VL* Qwen3VLMoe* Qwen3_5* Qwen3_5Moe*",
+        "0.5.12": "Gemma3 Gemma3* Gemma4 Gemma4* InternS2Preview*",
+        "0.5.13": "Gemma4Unified*",
+        "0.5.16": "Mellum MiniMaxM3Sparse",
+        "0.5.18": "InternS2Mobius* MiniMaxM3Sparse*",
+        "0.5.20": "Cosmos3* Glm5Next* Qwen4Exp*",
+        "0.5.22": "ExaoneMoe Qwen3_5 Qwen3_5Moe",
+        "0": "Apertus Glm4Moe GptOss InternLM3 Llama Llama4 Llama4* Mistral Phi3 "
+        "Qwen2 Qwen2Moe Qwen2_5_VL* Qwen3 Qwen3Moe",
+    }.items()
+    for name in architectures.split()
+    for architecture in [
+        f"{name.removesuffix('*')}{'ForConditionalGeneration' if name.endswith('*') else 'ForCausalLM'}"
+    ]
+}
+"""Targets with `set_eagle3_layers_to_capture`, and the first release in which they have it (0: before `OLDEST`)."""
 
 
-class Release(NamedTuple):
-    """A release of SGLang; compares with tuples, and a post-release comes after its release."""
+class Release(Version):
+    """A release of SGLang; compares with tuples of its numbers, too: `release >= (0, 5, 12)`."""
 
-    major: int
-    minor: int
-    patch: int
-    post: int = 0
+    note = ""
+    """What could not be told of it, in words."""
+    guessed = False
+    """Whether the text was no version."""
 
     @classmethod
     def parse(cls, text: str) -> "Release":
-        """`0.5.10.post1` and the like; a release candidate or a development build counts as its release.
+        """`0.5.10.post1` and the like; `0.5.10rc0` is older than 0.5.10.
+
+        A build without a number, as nightly images report it (`0.0.0.dev1+gf97c09dac`, `main`), is taken for the newest
+        release, one with more behind its number than a version has (`0.5.10-12-gab`) for that release; `note` says so.
 
         Raises:
-            RedraftError: no version.
+            RedraftError: nothing, or the beginning of a version.
         """
-        found = _TEXT.fullmatch(text.strip())
-        if found is None:
+        text = text.strip()
+        number = _NUMBER.match(text)
+        if number is None and (not text or text.removeprefix("v")[:1].isdigit()):
             raise RedraftError(
                 "This is no version of SGLang.", where="--version", expected="for example 0.5.23", found=repr(text)
             )
-        return cls(*(int(number or 0) for number in found.groups()))
+        known = number[1] if number and number[1] != "0.0.0" else str(NEWEST)
+        try:
+            release = cls(text if number and known == number[1] else known)
+        except InvalidVersion:
+            release = cls(known)
+            release.guessed = True
+        release.guessed |= number is None
+        if number is None or known != number[1]:
+            release.note = f"{text} is no number of a release: taken for {NEWEST}, the newest that was read"
+        elif release.guessed:
+            release.note = f"{text} is no version: taken for {known}"
+        elif not OLDEST <= Version(release.base_version) <= NEWEST:
+            release.note = f"{OLDEST} to {NEWEST} were read: taken for the nearest"
+        elif release.is_prerelease:
+            release.note = f"a build before {release.base_version}: taken for the release before that"
+        return release
 
-    def __str__(self) -> str:
-        return ".".join(map(str, self[:3])) + (f".post{self.post}" if self.post else "")
+    def __lt__(self, other: object) -> bool:
+        return super().__lt__(_version(other))
+
+    def __le__(self, other: object) -> bool:
+        return super().__le__(_version(other))
+
+    def __gt__(self, other: object) -> bool:
+        return super().__gt__(_version(other))
+
+    def __ge__(self, other: object) -> bool:
+        return super().__ge__(_version(other))
 
     @property
     def many_layers(self) -> bool:
         """Takes `layers.0.*`, several draft layers, `fc_norm`, `norm_output`, and not only 3 aux layers."""
+        return self >= (0, 5, 12)
+
+    @property
+    def window_flag(self) -> bool:
+        """Has `--speculative-draft-window-size`; no release takes a window from the drafter's config.json."""
         return self >= (0, 5, 12)
 
     @property
@@ -54,14 +112,23 @@ class Release(NamedTuple):
         return self >= (0, 5, 23)
 
     @property
+    def rope_parameters(self) -> bool:
+        """Runs on transformers 5, which reads `rope_parameters`; before that it is ignored."""
+        return self >= (0, 5, 10)
+
+    @property
     def graphs_forget_ids(self) -> bool:
         """The capture of CUDA graphs sets the layers again, to the default ones."""
-        return OLDEST <= self < (0, 5, 11)
+        return OLDEST <= self < Version("0.5.11")
 
     @property
     def partial_sums(self) -> bool:
         """With several GPUs and a fused all-reduce, the captured states are one GPU's share of the sum."""
         return self < (0, 5, 14)
+
+
+def _version(other: object) -> Version:
+    return Version(".".join(map(str, other))) if isinstance(other, tuple) else other  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -74,29 +141,26 @@ class Captured:
     """In CUDA graphs."""
 
 
-def captured(ids: Sequence[int] | None, depth: int, deepseek: bool, release: Release) -> Captured:
+def captured(ids: Sequence[int] | None, depth: int, architecture: str, release: Release) -> Captured:
     """The layers that a release captures for the ids in `eagle_config`; None stands for no ids.
 
-    Source: `set_eagle3_layers_to_capture` of `deepseek_v2.py` (SGLang PR #25454) and of the other models, and
-    `cuda_graph_runner.py` up to 0.5.10.post1.
+    Source: see `redraft.drafter.layers`, and `cuda_graph_runner.py` up to 0.5.10.post1.
     """
-    default = (2, depth // 2, depth - 3)
-    if ids is None:
-        return Captured(default, default)
-    outputs = not deepseek or release < (0, 5, 13) or list(ids[:1]) == [1]
-    eager = tuple(sorted(number + outputs for number in ids))
+    eager = layers_of(ids, depth, architecture, release)
+    default = layers_of(None, depth, architecture, release)
     return Captured(eager, default if release.graphs_forget_ids else eager)
 
 
-def ids_that_capture(layers: Sequence[int], depth: int, deepseek: bool, release: Release) -> list[int]:
+def ids_that_capture(layers: Sequence[int], depth: int, architecture: str, release: Release) -> list[int]:
     """The ids with which a release captures the inputs of `layers`, ascending, with and without CUDA graphs.
 
     Raises:
         RedraftError: there are none.
     """
     wanted = Captured(tuple(layers), tuple(layers))
+    last = last_layer(depth, architecture, release)
     for ids in ([layer - 1 for layer in layers], list(layers)):
-        if ids[0] >= 0 and layers[-1] < depth and captured(ids, depth, deepseek, release) == wanted:
+        if ids[0] >= 0 and layers[-1] <= last and captured(ids, depth, architecture, release) == wanted:
             return ids
     raise RedraftError(
         f"SGLang {release} cannot capture the layers that this drafter was trained on.",

@@ -1,22 +1,13 @@
-"""Rules of the preflight on `config.json`, the layers, the target and the server. docs/preflight.md has the table."""
+"""Rules of the preflight on the drafter's `config.json`. docs/preflight.md has the table."""
 
-from collections.abc import Callable, Iterator
 from functools import partial
 
+from redraft.drafter.config import window
 from redraft.drafter.names import ARCHITECTURE
-from redraft.preflight.facts import SHAPE, Facts, Finding
-from redraft.preflight.releases import DEEPSEEK, KIMI, NEWEST, OLDEST
-from redraft.target.ends import target_hash
-from redraft.target.folder import TARGET_RECORD
+from redraft.preflight.facts import SHAPE, Facts, Findings, error, export, note, object_or_reason
+from redraft.preflight.rope import used_theta
 
-error, note = partial(Finding, level="error"), partial(Finding, level="note")
-Findings = Iterator[Finding]
-Rule = Callable[[Facts], Findings]
-
-EXPORT = "redraft export --for sglang=={release} writes it anew"
 _MLA = "Eagle3DeepseekV2ForCausalLM"
-_READ = ("Llama", "Qwen", "GptOss", "Glm4", "MiniMaxM2")
-"""Beginnings of architectures whose models are known to capture aux layers."""
 _UNSEEN = ("rope_theta", "rms_norm_eps", "num_attention_heads", "num_key_value_heads", "head_dim")
 """What can change without a shape that no longer fits."""
 _REPLACED = "the server replaces the drafter's embedding by the target's"
@@ -41,14 +32,10 @@ def architecture(facts: Facts) -> Findings:
     elif found == [_MLA]:
         yield say(effect="refuses to start: the class came with 0.5.12", fix="serve with 0.5.12 or later")
     elif foreign(facts):
-        yield say(effect="refuses to start: a drafter in the form of speculators", fix=_export(facts))
+        yield say(effect="refuses to start: a drafter in the form of speculators", fix=export(facts))
     elif found != [ARCHITECTURE]:
         effect = "refuses to start, or fails later with an AttributeError on hot_token_id"
         yield say(effect=effect, fix=f'"architectures": ["{ARCHITECTURE}"]')
-
-
-def _export(facts: Facts) -> str:
-    return EXPORT.format(release=facts.release)
 
 
 def kind(facts: Facts) -> Findings:
@@ -82,13 +69,15 @@ def kind(facts: Facts) -> Findings:
 def sizes(facts: Facts) -> Findings:
     """Sizes that have to be there, and have to be the target's."""
     absent = [name for name in SHAPE if facts.number(name) is None]
-    absent += [] if facts.fields.get("rms_norm_eps") else ["rms_norm_eps"]
+    absent += [] if facts.real("rms_norm_eps") else ["rms_norm_eps"]
+    if not absent and not facts.shaped:
+        absent = ["sizes of which tensors can be made"]
     if absent:
         yield error(
             "config-field",
-            found=f"absent, or no number: {', '.join(absent)}",
+            found=f"absent, or no number that can be: {', '.join(absent)}",
             effect="transformers fills in sizes of a Llama 7B: an AssertionError at load; rms_norm_eps silently 1e-6",
-            fix=_export(facts),
+            fix=export(facts),
         )
     vocab, hidden, target = facts.number("vocab_size"), facts.number("hidden_size"), facts.target
     if vocab not in (None, target.vocab):
@@ -125,75 +114,9 @@ def other_width(facts: Facts) -> Findings:
         yield say(effect=effect, fix="add embed_tokens.weight")
 
 
-def positions(facts: Facts) -> Findings:
-    """Positions against the served context, and what training saw."""
-    context = facts.context or facts.target.positions
-    own = facts.number("max_position_embeddings") or 2048
-    if context is not None and own < context:
-        yield error(
-            "positions",
-            found=f"max_position_embeddings {own}"
-            + ("" if "max_position_embeddings" in facts.fields else " (absent, the default)")
-            + f", served context {context}",
-            effect=f"refuses to start: ValueError, Target model's context_length ({context}) is greater than the "
-            f"derived context_length ({own})",
-            fix=f"start with --context-length {own}, or redraft export --for sglang=={facts.release} "
-            f"--context-length {context}",
-        )
-    training = facts.record.get("training") or {}
-    longest = training.get("max_length") or training.get("row_tokens")
-    if context is not None and longest is not None and longest < context:
-        yield note(
-            "trained-length",
-            found=f"trained on documents of at most {longest} tokens, served context {context}",
-            effect="accept length past that is not known, and was seen to fall (SGLang issue 6783)",
-            fix="probe with prompts as long as those of service",
-        )
-
-
-def rope(facts: Facts) -> Findings:
-    """Rotary positions: what is there, what wins, and forms that redraft does not train."""
-    modern, scaling = facts.part("rope_parameters"), facts.part("rope_scaling")
-    inner, outer = modern.get("rope_theta"), facts.fields.get("rope_theta")
-    if inner is None and outer is None:
-        yield error(
-            "rope-theta",
-            found="neither rope_theta nor rope_parameters.rope_theta",
-            effect="silent: 10000 is used; unless that is the drafter's, accept length falls with position",
-            fix="write the rope_theta that it was trained with",
-        )
-    elif outer is None:
-        yield note(
-            "rope-theta",
-            found=f"rope_theta {inner} in rope_parameters alone",
-            effect="releases that run on transformers 4 look at the top level and silently take 10000",
-            fix="write rope_theta at top level as well",
-        )
-    elif inner not in (None, outer):
-        yield error(
-            "rope-conflict",
-            found=f"rope_theta {outer}, rope_parameters.rope_theta {inner}",
-            effect="silent: rope_parameters wins; one of the two is not what it was trained with",
-            fix="write the same twice",
-        )
-    form = {"rope_type": modern.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"}
-    form |= {name: facts.fields.get(name, modern.get(name)) for name in ("partial_rotary_factor", "rope_is_neox_style")}
-    usual = {"rope_type": ("default",), "partial_rotary_factor": (None, 1), "rope_is_neox_style": (None, True)}
-    odd = ", ".join(f"{name} {value}" for name, value in form.items() if value not in usual[name])
-    if odd:
-        yield (error if facts.record else note)(
-            "rope-scaled",
-            found=odd,
-            effect="the server turns positions like this; redraft trains plain, whole, NeoX-style ones",
-            fix="leave it out for a drafter of redraft; for another compare with its training",
-        )
-
-
 def edited(facts: Facts) -> Findings:
     """`config.json` against what `redraft.json` remembers of training."""
-    rope = facts.part("rope_parameters").get("rope_theta", facts.fields.get("rope_theta"))
-    now = {**facts.fields, "rope_theta": rope}
-    shape = facts.record.get("shape") or {}
+    now, shape = {**facts.fields, "rope_theta": used_theta(facts.fields, facts.release)}, facts.remembered("shape")
     changed = [name for name in _UNSEEN if name in shape and now.get(name) not in (None, shape[name])]
     if changed:
         yield error(
@@ -201,18 +124,6 @@ def edited(facts: Facts) -> Findings:
             found=", ".join(f"{name} {now[name]}, trained with {shape[name]}" for name in changed),
             effect="silent: it computes otherwise than it was trained, accept length falls",
             fix="write the values of training back",
-        )
-
-
-def other_target(facts: Facts) -> Findings:
-    """The target of training against the one that is served."""
-    trained = facts.record.get("target")
-    if trained and (facts.target.folder / TARGET_RECORD).is_file() and trained != target_hash(facts.target.folder):
-        yield error(
-            "other-target",
-            found="redraft.json names another target than this folder",
-            effect="silent: states and embedding are another model's, accept length falls",
-            fix="serve the target that it was trained for, or train it for this one",
         )
 
 
@@ -253,127 +164,41 @@ def norms(facts: Facts) -> Findings:
             )
 
 
-def layer_ids(facts: Facts) -> Findings:
-    """How ids are written, and whether the server can capture them and feed `fc` with them."""
-    if facts.part("eagle_config").get("use_aux_hidden_state") is False:
+def quantised(facts: Facts) -> Findings:
+    """Configurations that make the server build quantised layers."""
+    said = [name for name in ("quantization_config", "compression_config") if facts.fields.get(name) is not None]
+    path = facts.folder / "hf_quant_config.json"
+    side = object_or_reason(path) if path.is_file() else {}
+    inner = side.get("quantization", side) if isinstance(side, dict) else {}
+    if isinstance(side, str):
+        said.append(f"{path.name}, which cannot be read ({side})")
+    elif isinstance(inner, dict) and inner.get("quant_algo"):
+        said.append(f"{path.name}, quant_algo {inner['quant_algo']}")
+    kinds = sorted({entry.dtype for name, entry in facts.named.items() if name in facts.wanted})
+    if said:
         yield error(
-            "layers-off",
-            found="use_aux_hidden_state false",
-            effect="no aux layer is captured: garbage drafts, accept length near 1.00",
-            fix='"use_aux_hidden_state": true',
+            "draft-quantised",
+            found=f"{', '.join(said)} beside tensors of {', '.join(kinds) or 'no dtype'}",
+            effect="the server builds quantised layers for them: refuses to start, or garbage drafts",
+            fix=f"take it out, it is another model's: {export(facts)}",
         )
-    top = facts.fields.get("eagle_aux_hidden_state_layer_ids")
-    if facts.ids is None and isinstance(top, list):
-        default = list(facts.captured.eager)
-        same = top in (default, [layer - 1 for layer in default])
-        yield (note if same else error)(
-            "layers-top-level",
-            found=f"ids {top} at top level only",
-            effect=f"they do not choose what is captured: the default layers are, inputs of {default}",
-            fix="move them into eagle_config",
-        )
-    elif facts.ids is None:
-        yield note(
-            "layers-absent",
-            found="no eagle_aux_hidden_state_layer_ids",
-            effect=f"the default layers are captured, inputs of {list(facts.captured.eager)}",
-            fix="write them into eagle_config",
-        )
-    if not facts.ids_are_numbers:
-        yield error("layers-range", found=f"ids {facts.ids}", effect="the default layers are captured", fix="numbers")
+
+
+def windowed(facts: Facts) -> Findings:
+    """A sliding window: no release reads it from here."""
+    found = window(facts.fields)
+    if found is None:
         return
-    layers, depth = facts.captured.eager, facts.target.depth
-    if len(set(layers)) < len(layers) or any(layer not in range(depth) for layer in layers):
-        yield error(
-            "layers-range",
-            found=f"inputs of layers {list(layers)}, the target has {depth} layers",
-            effect="fewer states than fc takes (the last layer's output is no layer's input): a matmul fails",
-            fix=f"distinct layers from 0 to {depth - 1}",
-        )
-
-
-def layer_count(facts: Facts) -> Findings:
-    """States captured, states that `fc` is built for, states that its file takes."""
-    if not facts.ids_are_numbers or facts.fan_in % facts.aux_width:
-        return
-    taken, built, given = facts.fan_in // facts.aux_width, facts.states, len(facts.captured.eager)
-    if not taken == built == given:
-        yield error(
-            "layers-count",
-            found=f"fc takes {taken} states, is built for {built}, and {given} are captured",
-            effect="AssertionError at load (Attempted to load weight ...), or a matmul fails at the first forward",
-            fix="as many ids in eagle_config as fc takes states"
-            + ("" if facts.release.many_layers else "; before 0.5.12 that is 3"),
-        )
-    elif taken == 1 and facts.aux_width == facts.number("hidden_size"):
-        effect = "the state is as wide as the embedding, so fc is skipped: silent, accept length near 1.00"
-        yield error("fc-skipped", found="one aux layer", effect=effect, fix="train with three aux layers")
-
-
-def layer_meaning(facts: Facts) -> Findings:
-    """Whether the captured layers are those of training, by release and family."""
-    if not facts.ids_are_numbers:
-        return
-    eager, graphs = facts.captured.eager, facts.captured.graphs
-    family = "DeepSeek" if facts.target.deepseek else "other than DeepSeek's"
-    said = f"SGLang {facts.release} captures inputs of layers {list(eager)} (ids {facts.ids}, family {family})"
-    said += f", in CUDA graphs {list(graphs)}" if graphs != eager else ""
-    if facts.trained is None:
-        yield note(
-            "layers-untold",
-            found=said,
-            effect="whether it was trained on these cannot be told: nothing names its layers",
-            fix="compare with its training; one off costs about 0.1 accept length, or all of it",
-        )
-    elif not eager == graphs == facts.trained:
-        yield error(
-            "layers-shifted",
-            found=f"{said}; trained on inputs of {list(facts.trained)}",
-            effect="silent: the drafter is fed other states than it was trained on",
-            fix=_export(facts) if eager != facts.trained else "serve with 0.5.11 or later, or without CUDA graphs",
-        )
-
-
-def server(facts: Facts) -> Findings:
-    """Release, algorithm and target."""
-    release, target = facts.release, facts.target
-    if facts.algorithm.upper() != "EAGLE3":
-        yield error(
-            "algorithm",
-            found=f"--speculative-algorithm {facts.algorithm}",
-            effect="no aux layer is captured, fc is skipped and the target's head is used: garbage drafts, no message",
-            fix="--speculative-algorithm EAGLE3",
-        )
-    if not OLDEST <= release[:3] <= NEWEST:
-        read = f"0.5.5 to {'.'.join(map(str, NEWEST))} were read"
-        effect = f"{read}: it is taken for the nearest"
-        yield note("release-unread", found=f"SGLang {release}", effect=effect, fix="compare accept length with 1.00")
-    least = {KIMI: (0, 5, 10, 1), **dict.fromkeys(DEEPSEEK, (0, 5, 5, 0))}.get(target.architecture, (0, 0, 0, 0))
-    if release < least:
-        yield error(
-            "target-hooks",
-            found=f"{target.architecture} with SGLang {release}",
-            effect="refuses to start: the target does not implement set_eagle3_layers_to_capture (AttributeError)",
-            fix=f"serve with {type(release)(*least)} or later",
-        )
-    if not target.deepseek and not target.architecture.startswith(_READ):
-        yield note(
-            "target-unread",
-            found=f"target {target.architecture or 'without a name'}",
-            effect="whether it captures aux layers, and how it reads ids, is not known; it is taken for a Llama",
-            fix="look for set_eagle3_layers_to_capture in its model file",
-        )
-    if target.quantised:
-        yield note(
-            "target-quantised",
-            found="the target has a quantization_config",
-            effect="with --quantization given, the drafter inherits it",
-            fix="--speculative-draft-model-quantization unquant",
-        )
-    if release.partial_sums:
-        fix = "--enforce-disable-flashinfer-allreduce-fusion (0.5.10.post1 and later), or 0.5.14 and later"
-        effect = "with --tp-size above 1 and a fused all-reduce the captured states are partial sums: silent"
-        yield note("tp-capture", found=f"SGLang {release}", effect=effect, fix=fix)
+    size = next((facts.number(name) for name in ("sliding_window", "sliding_window_size", "window_size")), None)
+    flag = f"--speculative-draft-window-size {size or 'TOKENS'}"
+    yield (note if facts.release.window_flag or facts.record else error)(
+        "draft-window",
+        found=found,
+        effect="ignored: the drafter attends to everything, so accept length changes with the context",
+        fix="take it out: redraft trains full attention"
+        if facts.record
+        else flag + ("" if facts.release.window_flag else ", from 0.5.12 on"),
+    )
 
 
 def dtype(facts: Facts) -> Findings:
@@ -384,12 +209,10 @@ def dtype(facts: Facts) -> Findings:
         yield note(
             "dtype-config",
             found=f"dtype {own} in the drafter's config.json, {facts.target.dtype} in the target's",
-            effect=f"--dtype auto runs the drafter in {mine} beside a target in {its}",
+            effect="--dtype auto keeps bfloat16 and makes float16 of everything else: the drafter runs in "
+            f"{mine}, the target in {its}",
             fix="give --dtype bfloat16",
         )
 
 
-RULES = (
-    server, architecture, kind, sizes, other_width, dtype, positions, rope, edited, other_target, norms,
-    layer_ids, layer_count, layer_meaning,
-)  # fmt: skip
+RULES = (architecture, kind, sizes, other_width, dtype, quantised, windowed, edited, norms)

@@ -18,11 +18,13 @@ def compare_heads(rows: Tensor, target_head: Tensor, ids: Ids) -> dict[str, floa
         target_head: [V, H].
         ids: int64 [N], the target id of every row.
     """
-    if rows.shape[1] != target_head.shape[1] or ids.max() >= len(target_head):
+    if not len(ids):
+        raise RedraftError("The two vocabularies share no id: there are no rows to compare.", where="lm_head.weight")
+    if rows.ndim != 2 or rows.shape[1] != target_head.shape[1] or ids.max() >= len(target_head):
         raise RedraftError(
             "The two heads belong to different models.",
             where="target",
-            expected=f"[more than {ids.max()}, {rows.shape[1]}]",
+            expected=f"[more than {ids.max()}, {rows.shape[-1]}]",
             found=list(target_head.shape),
         )
     sums = torch.zeros(3, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """Carry a donor's head to another mapping: each row moves to the slot of its token, and says where it came from."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redraft.drafter.checkpoint import Checkpoint, read_parts, require_finite, write_parts
-from redraft.drafter.config import config_json, exported_layer_ids
+from redraft.drafter.checkpoint import Checkpoint, read_parts, write_parts
+from redraft.drafter.config import config_json
+from redraft.drafter.donor import tell_embedding
 from redraft.drafter.model import Drafter
-from redraft.drafter.names import declared_layers
+from redraft.drafter.parts import require_finite
 from redraft.frame.errors import RedraftError
 from redraft.remap.fills import Shared, fill_rows
+from redraft.remap.layers import carried_layers
 from redraft.target.ends import read_ends
 from redraft.vocab.mapping import Mapping
 
@@ -79,16 +81,36 @@ def carry_head(
 
 
 def remap_folder(
-    donor: Path, new: Mapping, fill: str, target: Path | None, out: Path, foreign: Collection[int] = ()
+    donor: Path,
+    new: Mapping,
+    fill: str,
+    target: Path | None,
+    out: Path,
+    foreign: Collection[int] = (),
+    *,
+    aux_layers: Sequence[int] | None = None,
+    prefix: bool = False,
+    tell: Callable[[str], None] = print,
 ) -> dict[str, int]:
     """Remap a whole checkpoint on disk, its other tensors copied as they are; the sources of the head's rows.
 
     Nothing but the head is held in memory: the other tensors stay mapped. See `remap` and `carry_head`.
 
+    Args:
+        donor: the donor's folder.
+        new: the mapping wanted.
+        fill: see `remap`.
+        target: target folder, if it is at hand: its head for fills, its family for layer ids, its embedding.
+        out: folder to write.
+        foreign: see `carry_head`.
+        aux_layers: inputs of layers, where the donor does not name them.
+        prefix: see `read_parts`.
+        tell: takes a line about what is not carried over, or could not be told.
+
     Raises:
         RedraftError: a donor that cannot be read, another V, or a fill that needs a target without one.
     """
-    parts = read_parts(donor, finite=False)
+    parts = read_parts(donor, finite=False, prefix=prefix)
     if parts.mapping.vocab_size != new.vocab_size:
         raise RedraftError(
             "Donor and new vocabulary belong to different targets.",
@@ -100,18 +122,18 @@ def remap_folder(
         raise RedraftError(
             "This fill reads the target's head.", where="--fill", found=fill, fix="give --target, or fill zero or mean"
         )
-    head = read_ends(target).head if target is not None else None
+    ends = read_ends(target) if target is not None else None
+    layers, ids = carried_layers(parts, donor, target, aux_layers, tell)
+    tell_embedding(parts.embedding, ends.embed if ends else None, donor, refuse=False, tell=tell)
+    head = ends.head if ends else None
     with ThreadPoolExecutor(1) as pool:
         checked = pool.submit(require_finite, parts.tensors, str(donor))
         weight, source = carry_head(parts.tensors["lm_head.weight"], parts.mapping, new, fill, head, foreign)
         tensors = {**parts.tensors, "lm_head.weight": weight}
         rows = sources(source)
         record: dict[str, Any] = {"init": "remap", "fill": fill, "rows": rows, "donor_mapping": parts.mapping.hash}
-        layers = declared_layers(parts.fields)
-        record["aux_layers"] = list(layers or ())
-        fields = config_json(
-            replace(parts.config, draft_vocab_size=len(new)), exported_layer_ids(layers) if layers else []
-        )
+        record |= {"aux_layers": list(layers)} if layers else {}
+        fields = config_json(replace(parts.config, draft_vocab_size=len(new)), ids)
         carried = replace(parts, tensors=tensors, mapping=new, fields=fields)
         write_parts(out, carried, record, source, before=checked.result, made={"lm_head.weight", "d2t", "t2d"})
     return rows

@@ -28,7 +28,7 @@ from redraft.hidden.shards import check_present
 from redraft.target.ends import Ends
 from redraft.train.measure import Heldout, Tally
 from redraft.train.step import greedy_tokens, ttt_step
-from redraft.vocab.mapping import Mapping
+from redraft.vocab.mapping import Mapping, fits
 
 LEAST_GAIN = 2.0
 """An alternative explains the fault if it at least doubles the accuracy and lowers the loss."""
@@ -127,7 +127,7 @@ def alternatives(
     """
     device = compute_device()
     drafter = checkpoint.drafter if device.type == "cpu" else deepcopy(checkpoint.drafter).to(device)
-    ids, slots = checkpoint.mapping.ids, np.arange(len(checkpoint.mapping))
+    ids = checkpoint.mapping.ids
     embed, head = ends.embed.to(device), ends.head.to(device)
 
     def layers(moves: tuple[int, ...]) -> Tensor | None:
@@ -144,15 +144,10 @@ def alternatives(
         return draft_once(drafter, ids, embed, head, replace(batch, **changes))
 
     yield "as it is", tried()
-    readings = {
-        "the donor's mapping belongs to this head": donor.ids,
-        "d2t holds ids, not offsets": ids - slots,
-        "d2t holds offsets, not ids": ids + slots,
-    }
-    for name, reading in readings.items():
-        fits = len(reading) == len(ids) and len(np.unique(reading)) == len(reading)
-        if fits and reading.min() >= 0 and reading.max() < checkpoint.mapping.vocab_size and (reading != ids).any():
-            yield name, tried(ids=reading)
+    if len(donor) == len(ids) and fits(donor.ids, checkpoint.mapping.vocab_size) and (donor.ids != ids).any():
+        yield "the donor's mapping belongs to this head", tried(ids=donor.ids)
+    for name, reading in checkpoint.mapping.misread.items():
+        yield name, tried(ids=reading)
     count = len(aux_layers)
     for by, word in ((-1, "high"), (1, "low")):
         alone = {aux_layers[at]: tuple(by * (at == place) for place in range(count)) for at in range(count)}
