@@ -7,6 +7,7 @@ from redraft.drafter.checkpoint import read_checkpoint, read_parts, write_checkp
 from redraft.frame.curves import write_curve
 from redraft.frame.launch import is_main
 from redraft.frame.params import Config
+from redraft.frame.profile import Knobs
 from redraft.frame.stage import Result, log, run
 from redraft.hidden.rows import HiddenStates
 from redraft.target.ends import read_ends, target_hash
@@ -59,6 +60,7 @@ def main(config: Config) -> Result:
             "kept_step": fitted.kept,
             "tokens": fitted.tokens,
             "precision": fitted.precision,
+            "knobs": params.model_dump(include=set(Knobs.model_fields)),
             "start": fitted.start.metrics(),
             "heldout": heldout,
         },

@@ -76,9 +76,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _audit(arguments: argparse.Namespace) -> None:
+    from redraft.cli.describe import describe, describe_one
     from redraft.drafter.mapping_of import read_mapping
     from redraft.vocab.audit import audit, drift_curve
-    from redraft.vocab.describe import describe, describe_one
 
     one = read_mapping(arguments.a, prefix=arguments.prefix_vocabulary)
     two = read_mapping(arguments.b, prefix=arguments.prefix_vocabulary) if arguments.b else one
