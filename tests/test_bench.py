@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_http import gateway, http
 from test_sglang import FAKE, params
 
 from redraft.acceptance import Steps
@@ -18,7 +19,7 @@ from redraft.bench.load import Block, Plan, blocks_of, measure
 from redraft.bench.machine import machine, require_same
 from redraft.bench.verdict import summary
 from redraft.cli import main
-from redraft.engines.alike import require_alike
+from redraft.engines.alike import MAY_DIFFER, SETTINGS, require_alike
 from redraft.engines.arm import AGAIN, PLAIN, Arm, chain
 from redraft.engines.engine import Generation, serving
 from redraft.engines.open import open_arms
@@ -485,3 +486,76 @@ def test_joined_servers_are_linted_by_their_own_release(
         monkeypatch.setattr("redraft.engines.open.lint", lambda *_, **__: [Finding("odd", "error", "x", "y", "z")])
         with pytest.raises(RedraftError, match="odd"):
             opened(project, both, {})
+
+
+INFO = {
+    "version": "0.5.23", "dtype": "float32", "speculative_algorithm": "EAGLE3", "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4, "context_length": 64, "tp_size": 2,
+}  # fmt: skip
+PLAIN_INFO = {**{name: value for name, value in INFO.items() if "spec" not in name}, "speculative_algorithm": None}
+
+
+@pytest.mark.parametrize(
+    ("told", "version", "context", "parallel"),
+    [
+        ({}, "0.5.23", 64, 2),
+        ({"context_length": None}, "0.5.23", None, 2),  # SGLang tells none that was not set: the target's
+        ({"context_length": "64", "tp_size": None}, "0.5.23", None, 1),
+        ({"version": "0.0.0.dev1+gf97c09dac"}, "0.0.0.dev1+gf97c09dac", 64, 2),  # nightly images
+        ({"version": None}, "0.5.23", 64, 2),  # a gateway: what the newest release would do
+    ],
+)
+def test_a_joined_server_is_linted_for_what_it_is(
+    told: dict[str, Any], version: str, context: int | None, parallel: int, project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Faults of kind 1.17: its own context, release and tensor parallel size."""
+    asked: list[Any] = []
+
+    def lint(drafter: Path, target: Path, version: str, *, context: int | None, tp: int) -> list[Finding]:
+        asked.append((version, context, tp))
+        return []
+
+    monkeypatch.setattr("redraft.engines.open.lint", lint)
+    with gateway({"/server_info": http({**INFO, **told})}) as url:
+        assert list(opened(project, {"url": url}, {})[0]) == [chain(3)]
+    assert asked == [(version, context, parallel)]
+
+
+@pytest.mark.parametrize(("flags", "parallel"), [({}, 1), ({"tp": 4}, 4), ({"tensor-parallel-size": "8"}, 8)])
+def test_a_launched_server_is_linted_for_its_flags(
+    flags: dict[str, Any], parallel: int, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(FAKE))
+    asked: list[Any] = []
+
+    def lint(*_: Any, context: int, tp: int) -> list[Finding]:
+        asked.append((context, tp))
+        return []
+
+    monkeypatch.setattr("redraft.engines.open.lint", lint)
+    opened(project, {"flags": {"context-length": 100, **flags}}, {"spec_steps": (3,)})
+    assert asked == [(100, parallel)]
+    for odd in ({"context-length": "32k"}, {"tp-size": True}):
+        with pytest.raises(RedraftError, match="no whole number"):
+            opened(project, {"flags": odd}, {"spec_steps": (3,)})
+
+
+def test_joined_servers_that_differ_are_refused_before_anything_is_measured(project: Path) -> None:
+    with (
+        gateway({"/server_info": http({**PLAIN_INFO, "kv_cache_dtype": "fp8_e5m2"})}) as plain,
+        gateway({"/server_info": http({**INFO, "kv_cache_dtype": "auto"})}) as speculative,
+        pytest.raises(RedraftError, match=r"kv_cache_dtype fp8_e5m2 and auto"),
+    ):
+        opened(project, {"baseline_url": plain, "url": speculative}, {})
+
+
+def test_what_must_agree_is_of_what_is_recorded() -> None:
+    assert set(MAY_DIFFER) < set(SETTINGS)
+    for name in SETTINGS:
+        pair = {"joined": "http://a:1", name: 1}, {"joined": "http://a:2", name: 2}
+        if name in MAY_DIFFER:
+            require_alike(*pair)
+        else:
+            with pytest.raises(RedraftError, match=f"{name} 1 and 2"):
+                require_alike(*pair)

@@ -19,6 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redraft.acceptance import Steps
+from redraft.bench.machine import machine
+from redraft.corpus.corpus import read_corpus
+from redraft.drafter.checkpoint import weights_sha256
 from redraft.engines import process
 from redraft.engines.command import installed_version
 from redraft.engines.engine import serving
@@ -27,6 +30,7 @@ from redraft.engines.reply import read_counters
 from redraft.engines.sglang import SGLangEngine
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import EngineParams
+from redraft.report.bench import read_bench
 
 FAKE = Path(__file__).parent / "fake"
 CAPTURES = Path(__file__).parent / "captures"
@@ -361,6 +365,8 @@ def test_another_output_fails_a_probe_in_float32_alone(dtype: str, code: int, ot
         return
     probe = json.loads((other_project / "metrics/probe.json").read_text())
     assert probe["lossless"] is False
+    assert probe["asked"] == {"prompts": 6, "max_new_tokens": 32}
+    assert probe["drafter"] == weights_sha256(other_project / "artifacts/drafter")
     assert probe["outputs"]["largest_gap"] == 0.25
     assert "parity" not in probe
 
@@ -375,3 +381,23 @@ def test_a_bench_that_is_told_to_end_under_load_leaves_no_server(other_project: 
     assert running.returncode == 143
     assert left(mark) == []
     assert not (other_project / "metrics").exists()
+
+
+def test_a_bench_tells_what_it_measured_with(other_project: Path, mark: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Case A7 of the trial: fewer prompts than asked for are told; and whose figures they are."""
+    profile = other_project / "profiles/tiny.yaml"
+    profile.write_text(profile.read_text().replace("  prompts: 8\n", "  prompts: 200\n"))
+    for running in stage(other_project, "", "bench", FAKE_TOKEN_SECONDS="0.001", FAKE_CYCLE="1.2"):
+        _, errors = running.communicate(timeout=300)
+    assert running.returncode == 0, errors
+    assert left(mark) == []
+    bench = read_bench(other_project / "metrics/bench.json")
+    samples = len(read_corpus(other_project / "artifacts/corpus/heldout.safetensors"))
+    assert (bench["asked"]["prompts"], bench["prompts"]) == (200, samples)
+    told = capfd.readouterr().out
+    assert f"bench: {samples} prompts of the 200 asked for" in told
+    assert "at the pace of the first answers about" in told
+    assert bench["drafter"] == weights_sha256(other_project / "artifacts/drafter")
+    assert bench["machine"] == machine()
+    row = bench["levels"]["2"]["rows"]["3"]
+    assert [row[name] for name in ("label", "drafter", "steps", "topk", "tokens")] == ["3 drafted", None, 3, 1, 4]

@@ -1,0 +1,191 @@
+"""The page: whose figures they are, what to do next, and a dash for what is not known."""
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, some_checkpoint
+
+from redraft.acceptance import Steps
+from redraft.bench.load import Block
+from redraft.bench.verdict import summary
+from redraft.drafter.checkpoint import weights_sha256, write_checkpoint
+from redraft.engines.arm import PLAIN, Arm, chain
+from redraft.engines.engine import Generation
+from redraft.frame.params import load_config
+from redraft.report.page import STAGES, draw, page
+
+MACHINE = {"processor": "Example 9000", "cores": 4, "memory_gib": 8, "gpus": ["H9", "H9"], "host": "abc"}
+ENGINE = {"engine": "sglang", "version": "0.5.23", "device": "cuda", "dtype": "bfloat16"}
+
+
+def blocks(ms: float, steps: int, spec_steps: int) -> list[Block]:
+    counted = Steps.in_turn([1] * steps, spec_steps) if steps else Steps()
+    answer = Generation(list(range(20)), ms * 19 / 1000 + 0.1, 0.1, "length", counted, 10)
+    return [Block([answer], answer.seconds) for _ in range(3)]
+
+
+def bench(faster: float = 1.3, **more: Any) -> dict[str, Any]:
+    """A bench in which every arm decodes `faster` times as fast as the plain one."""
+    arms = [chain(1), chain(2), Arm(None, 3, 4, 8), chain(2, Path("artifacts/donor"))]
+    series = {PLAIN: blocks(10, 0, 0)} | {arm: blocks(10 / faster, 9, arm.steps) for arm in arms}
+    found = summary({1: series, 4: series}, 20, {16: "not today"})
+    return {
+        **found, "engine": ENGINE, "arms": {}, "memory_gib": {"plain": 1.0, "3x4x8": 2.0}, "machine": MACHINE,
+        "target": "t", "drafter": "d", "asked": {"prompts": 8}, "prompts": 3, **more,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def metrics() -> dict[str, Any]:
+    found = {stage: json.loads((ROOT / f"metrics/{stage}.json").read_text()) for stage in STAGES if stage != "bench"}
+    return {**found, "bench": bench()}
+
+
+def text(metrics: dict[str, Any]) -> str:
+    return page(load_config(ROOT).params, metrics)
+
+
+def test_the_first_lines_name_the_machine(metrics: dict[str, Any]) -> None:
+    lines = text(metrics).splitlines()
+    assert lines[0] == f"**{metrics['bench']['verdict']}**"
+    assert lines[2].startswith("Measured on Example 9000, 4 cores, 8 GiB, H9, H9 (host abc); sglang 0.5.23, cuda, bf")
+    metrics["bench"]["engine"] = {"engine": "sglang", "joined": "http://there:1"}
+    assert text(metrics).splitlines()[2] == (
+        "Measured on the server at http://there:1, whose machine is not known, asked from Example 9000, 4 cores, "
+        "8 GiB, H9, H9 (host abc); sglang of a version that was not told, device untold, dtype untold."
+    )
+
+
+def test_arms_are_told_in_words(metrics: dict[str, Any]) -> None:
+    told = text(metrics)
+    for words in ("| plain |", "| 2 drafted |", "| tree of 8 (3 steps, topk 4) |", "| artifacts/donor, 2 drafted |"):
+        assert words in told
+    assert "plain 1.0, tree of 8 (3 steps, topk 4) 2.0." in told
+
+
+def test_a_bench_of_another_drafter_is_no_verdict(metrics: dict[str, Any]) -> None:
+    """A failed probe leaves the bench of an earlier drafter (fault 1.10): it is told as that."""
+    assert "stale" not in text(metrics)  # figures of before carry no hash
+    for stage in ("probe", "train"):
+        metrics[stage]["drafter"] = "d"
+        assert "stale" not in text(metrics)
+    for stage in ("probe", "train"):
+        changed = {**metrics, stage: {**metrics[stage], "drafter": "another"}}
+        assert text(changed).startswith("**stale: the bench measured another drafter")
+        assert "ship" not in text(changed).partition("## Audit")[0]
+
+
+def test_a_hash_is_of_the_weights(tmp_path: Path) -> None:
+    """Two drafters of one vocabulary differ in it; one that is written twice does not."""
+    one, other = some_checkpoint(1), some_checkpoint(2)
+    other = replace(other, mapping=one.mapping)
+    for name, checkpoint in (("one", one), ("again", one), ("other", other)):
+        write_checkpoint(tmp_path / name, checkpoint, (2, 4, 5))
+    hashes = {name: weights_sha256(tmp_path / name) for name in ("one", "again", "other")}
+    assert hashes["one"] == hashes["again"] != hashes["other"]
+
+
+@pytest.mark.parametrize(
+    ("gained", "interval", "faster", "told"),
+    [
+        (0.0, 0.0, 0.7, "training moved held-out accuracy by +0.0 points, less than ± 0.5 can tell: a higher lr"),
+        (0.01, 0.02, 0.7, "by +1.0 points, less than ± 2.0 can tell"),
+        (0.0, None, 0.7, "by +0.0 points, less than ± 0.5 can tell"),
+        (-0.1, 0.02, 0.7, "by -10.0 points: a lower lr"),
+        (0.1, 0.02, 0.7, None),
+        (0.0, 0.02, 1.3, None),  # it pays as it is
+    ],
+)
+def test_training_that_changed_nothing_is_what_to_mend_first(
+    gained: float, interval: float | None, faster: float, told: str | None, metrics: dict[str, Any]
+) -> None:
+    """Case B7 of the trial."""
+    metrics["bench"] = bench(faster)
+    metrics["train"]["heldout"]["accuracy_0"] = metrics["train"]["start"]["accuracy_0"] + gained
+    metrics["train"]["heldout"]["accuracy_0_interval"] = interval
+    found = [line for line in text(metrics).splitlines() if line.startswith("- Concurrency 1:")]
+    assert len(found) == 1
+    assert (told or found[0]) in found[0]
+    assert ("training moved" in found[0]) == bool(told)
+
+
+def test_two_dtypes_are_explained(metrics: dict[str, Any]) -> None:
+    assert "The probe serves in float32" in text(metrics)
+    metrics["bench"]["engine"] = {**ENGINE, "dtype": "float32"}
+    assert "The probe serves in float32" not in text(metrics)
+
+
+def leaves(value: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    if isinstance(value, dict):
+        return [leaf for key in value for leaf in leaves(value[key], (*at, key))]
+    return [at] if isinstance(value, float) else []
+
+
+UNKNOWN = {
+    "remap": ("loss", "loss_interval", "accuracy", "accuracy_interval", "joint", "ceiling"),
+    "train": ("loss", "accuracy", "joint", "ceiling", "accept_length"),
+    "audit": ("coverage",),
+    "vocab": ("coverage_by_source",),
+    "bench": ("step_ms", "token_ms", "first_token_ms", "cycle_fit_ms", "draft_share"),
+}
+"""What a stage may not know: a loss without a position, an interval of one row, a time that cannot be measured."""
+
+
+@pytest.mark.parametrize("stage", UNKNOWN)
+def test_what_is_not_known_is_a_dash_and_no_figure(stage: str, metrics: dict[str, Any], tmp_path: Path) -> None:
+    changed = copy.deepcopy(metrics)
+    found = [path for path in leaves(changed[stage]) if any(key.startswith(UNKNOWN[stage]) for key in path)]
+    if stage == "bench":
+        for level in changed[stage]["levels"].values():
+            level.pop("curve", None)
+    for path in found:
+        inner = changed[stage]
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = None
+    told = text(changed)
+    assert found
+    assert "None" not in told
+    assert "nan" not in told.split("## ")[0]
+    assert stage == "vocab" or told.count("–") > text(metrics).count("–")
+    curves = {name: [{"step": 1, "slot": 1, "loss": 1.0, "accuracy": None, "joint": 0.1, "moved": 1}] for name in
+              ("donor", "train", "heldout", "drift")}  # fmt: skip
+    draw(tmp_path, changed, curves)  # type: ignore[arg-type]
+    assert all(path.read_text().startswith("<svg") for path in tmp_path.glob("*.svg"))
+
+
+def stage(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": "http://127.0.0.1:9", **environment}
+    command = [sys.executable, str(ROOT / "stages/report.py")]
+    return subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True, check=False)
+
+
+def test_the_stage_names_no_path_that_will_be_gone(metrics: dict[str, Any], tmp_path: Path) -> None:
+    """A queued experiment runs in a temporary workspace, which is removed."""
+    for name in ("metrics", "plots", "profiles"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    old = json.loads((tmp_path / "metrics/bench.json").read_text())
+    del old["levels"]["1"]["rows"]["plain"]["tokens_per_second"]
+    (tmp_path / "metrics/bench.json").write_text(json.dumps(old))
+    done = stage(tmp_path)
+    assert done.returncode == 1
+    assert "one that an older redraft wrote" in done.stderr
+    assert "Traceback" not in done.stderr
+    (tmp_path / "metrics/bench.json").write_text(json.dumps(metrics["bench"]))
+    (tmp_path / "home").mkdir()
+    for environment, told in (
+        ({}, "report: report.md\n"),
+        ({"DVC_ROOT": str(tmp_path / "home")}, "report: report.md, once the experiment is applied\n"),
+    ):
+        done = stage(tmp_path, **environment)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith(f"{metrics['bench']['verdict']}\n{told}")
