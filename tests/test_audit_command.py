@@ -154,3 +154,79 @@ def test_an_output_that_is_there_is_never_removed(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "is there already" in done.stderr
     assert (tmp_path / "drafter" / "config.json").is_file()
+
+
+def redraft(*arguments: object) -> subprocess.CompletedProcess[str]:
+    code = "from redraft.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+def test_tokenizers_that_nobody_compared_are_said_not_to_be(tiny_folder: Path, tmp_path: Path) -> None:
+    for name, seed, record in (
+        ("a", 0, {}),
+        ("b", 3, {}),
+        ("made", 0, {"source": "train"}),
+        ("told", 0, {"foreign": {}}),
+    ):
+        checkpoint = some_checkpoint(seed)
+        checkpoint.record = record
+        write_checkpoint(tmp_path / name, checkpoint, (2, 4, 5))
+    said = "the donor's tokenizer was not compared"
+    two = (tmp_path / "a", tmp_path / "b")
+    assert said in command(*two).stdout
+    assert said not in command(tmp_path / "a").stdout
+    asked = json.loads(command(*two, "--json").stdout)
+    assert asked["foreign_ids"] is None
+    assert said in asked["notes"][0]
+    for known in ("made", "told"):
+        assert said not in command(tmp_path / known, tmp_path / "b").stdout
+    given = ("--target", tiny_folder, "--donor-tokenizer", tiny_folder)
+    ids = np.arange(3, 303)
+    save_file({"d2t": ids - np.arange(300), "t2d": np.isin(np.arange(640), ids)}, tmp_path / "x.safetensors")
+    compared = json.loads(command(*[tmp_path / "x.safetensors"] * 2, *given, "--json").stdout)
+    assert compared["foreign_ids"] == 0
+    assert compared["notes"] == []
+
+
+def test_a_whole_model_is_called_one(llama_folder: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "drafter", some_checkpoint(), (2, 4, 5))
+    for places in ((llama_folder,), (llama_folder, tmp_path / "drafter"), (tmp_path / "drafter", llama_folder)):
+        told = " ".join(command(*places).stdout.split())
+        assert "is a whole model (LlamaForCausalLM), no drafter" in told
+        assert "0 of the new ids" not in told
+    remap = ("remap", tmp_path / "drafter", "--vocab", llama_folder, "--output", tmp_path / "out")
+    assert "a whole model (LlamaForCausalLM)" in " ".join(redraft(*remap).stdout.split())
+
+
+def test_a_remap_says_that_zeros_are_not_what_the_pipeline_takes(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 3)):
+        write_checkpoint(tmp_path / name, some_checkpoint(seed), (2, 4, 5))
+    arguments = ("remap", tmp_path / "a", "--vocab", tmp_path / "b")
+    done = redraft(*arguments, "--output", tmp_path / "out")
+    assert "14 rows that the donor lacks are zeros" in " ".join(done.stdout.split())
+    as_json = redraft(*arguments, "--output", tmp_path / "json", "--json")
+    assert json.loads(as_json.stdout)["zero"] == 14
+    assert "are zeros" in as_json.stderr
+    assert "are zeros" not in redraft(*arguments, "--output", tmp_path / "mean", "--fill", "mean").stdout
+
+
+def test_heads_of_vocabularies_that_share_nothing(llama_folder: Path, tmp_path: Path) -> None:
+    one = some_checkpoint()
+    free = np.setdiff1d(np.arange(96), one.mapping.ids)[:24]
+    two = some_checkpoint()
+    two.mapping = Mapping(free, 96)
+    write_checkpoint(tmp_path / "a", one, (2, 4, 5))
+    write_checkpoint(tmp_path / "b", two, (2, 4, 5))
+    done = command(tmp_path / "a", tmp_path / "b", "--heads", "--target", llama_folder)
+    assert "share no id" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_drift_that_few_ids_have_is_not_called_zero() -> None:
+    one = Mapping(np.array([0, 1, 2, 3, 4, 5, 7, 8]), 16)
+    two = Mapping(np.array([0, 1, 2, 3, 4, 5, 6, 7, 8]), 16)
+    verdict = audit(one, two).verdict
+    assert "by 0" not in verdict
+    assert "most not at all, none by more than 1" in verdict

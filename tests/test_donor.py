@@ -1,5 +1,6 @@
 """A drafter of somebody else: its mapping, layers, embedding and configuration (cases C34, C35, C63 to C66)."""
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -529,3 +530,57 @@ def test_a_config_of_transformers_without_architectures_is_read_like_a_llama(fol
     read_donor(folder, target, AUX)
     with pytest.raises(RedraftError, match="without a name"):
         read_donor(with_ids(folder, [2, 4, 5]), target, AUX)
+
+
+# --- the stage
+
+
+def stage(folder: Path, target: Path, place: Path, monkeypatch: pytest.MonkeyPatch, **donor: object) -> dict[str, Any]:
+    """The metrics of the donor stage for a drafter in `folder`."""
+    place.mkdir()
+    (place / "artifacts").mkdir()
+    (place / "artifacts/target").symlink_to(target)
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "stages")
+    params = {"source": str(folder), "revision": None, "tokenizer": None, "head": "own", **donor}
+    profile = SimpleNamespace(
+        donor=SimpleNamespace(**params), target=SimpleNamespace(trust_remote_code=False, aux_layers=None)
+    )
+    body = importlib.import_module("donor").main
+    metrics = body(SimpleNamespace(profile=profile, params=SimpleNamespace(resume="auto"))).metrics
+    assert read_checkpoint(place / "artifacts/donor").mapping
+    return metrics
+
+
+def test_the_stage_says_whether_tokenizers_were_compared(
+    folder: Path, llama_target: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stage(folder, llama_target, tmp_path / "a", monkeypatch)["foreign_ids"] is None
+    assert not read_checkpoint(tmp_path / "a/artifacts/donor").compared
+    target = Path(shutil.copytree(llama_target, tmp_path / "target"))
+    for file in tiny_folder.glob("*token*"):
+        shutil.copy(file, target)
+    for file in tiny_folder.glob("*.jinja"):
+        shutil.copy(file, target)
+    compared = stage(folder, target, tmp_path / "b", monkeypatch, tokenizer=str(tiny_folder))
+    assert compared["foreign_ids"] == 0
+    assert read_checkpoint(tmp_path / "b/artifacts/donor").compared
+
+
+def test_the_stage_refuses_what_the_profile_does_not_allow(
+    folder: Path,
+    llama_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    zeroed(folder, True)
+    with pytest.raises(RedraftError, match="prefix_vocabulary"):
+        stage(folder, llama_target, tmp_path / "a", monkeypatch)
+    stage(folder, llama_target, tmp_path / "b", monkeypatch, prefix_vocabulary=True)
+    embedded(folder, some_rows)
+    with pytest.raises(RedraftError, match=r"donor\.embedding: target"):
+        stage(folder, llama_target, tmp_path / "c", monkeypatch, prefix_vocabulary=True)
+    assert not (tmp_path / "c/artifacts/donor").exists()
+    stage(folder, llama_target, tmp_path / "d", monkeypatch, prefix_vocabulary=True, embedding="target")
+    assert "3 of 96 rows" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +15,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_vocab import pairs
 
-from redraft.drafter.checkpoint import Checkpoint, export_speculators, read_checkpoint, read_donor, write_checkpoint
+from redraft.drafter.checkpoint import (
+    Checkpoint,
+    export_speculators,
+    read_checkpoint,
+    read_donor,
+    read_parts,
+    write_checkpoint,
+    write_parts,
+)
 from redraft.drafter.config import exported_layer_ids
 from redraft.drafter.model import Drafter
+from redraft.drafter.parts import FLOATS
 from redraft.frame.errors import RedraftError
 from redraft.remap.fills import FILLS, Shared, fill_rows
 from redraft.remap.heads import compare_heads
@@ -132,6 +142,15 @@ def test_a_mapping_swapped_after_training_is_caught(folder: Path) -> None:
         ({"draft_vocab_size": "absent"}, "draft_vocab_size"),
         ({"max_position_embeddings": "absent"}, "max_position_embeddings"),
         ({"rope_scaling": {"type": "yarn"}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "llama3"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "two bases"),
+        ({"rope_theta": float("nan")}, "rope_theta"),
+        ({"partial_rotary_factor": 0.5}, "turns positions otherwise"),
+        ({"rope_is_neox_style": False}, "turns positions otherwise"),
+        ({"hidden_size": "32"}, "no number that can be"),
+        ({"hidden_size": 10**9}, "no number that can be"),
+        ({"num_attention_heads": 0}, "no number that can be"),
+        ({"num_key_value_heads": 3}, "heads of the drafter cannot be"),
         ({"draft_vocab_size": SLOTS + 1}, "another shape"),
     ],
 )
@@ -191,6 +210,41 @@ def test_a_view_into_a_bigger_tensor_writes_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "out" / "model.safetensors"
     tensors = load_file(path)
     assert path.stat().st_size < sum(t.nbytes for t in tensors.values()) + 4096
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": lambda tensor: tensor,
+    "transposed": lambda tensor: tensor.t().contiguous().t(),
+    "strided": lambda tensor: torch.stack([tensor, tensor + 1], -1)[..., 0],
+    "sliced": lambda tensor: torch.cat([tensor + 1, tensor, tensor + 2])[len(tensor) : 2 * len(tensor)],
+    "expanded": lambda tensor: tensor[:1].expand(tensor.shape),
+}
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    layout=st.sampled_from(list(LAYOUTS)),
+    dtype=st.sampled_from(FLOATS),
+    names=st.sets(st.sampled_from(sorted(some_checkpoint().drafter.state_dict())), min_size=1),
+)
+def test_any_layout_and_dtype_comes_back_as_it_was(
+    layout: str, dtype: torch.dtype, names: set[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """C50: a tensor that is not contiguous goes through the writer as well."""
+    folder = tmp_path_factory.mktemp("any")
+    write_checkpoint(folder / "one", some_checkpoint(), AUX)
+    parts = read_parts(folder / "one")
+    changed = {
+        name: LAYOUTS[layout if each.ndim == 2 else "plain"](each.to(dtype)) if name in names else each
+        for name, each in parts.tensors.items()
+    }
+    write_parts(folder / "two", replace(parts, tensors=changed), {}, None)
+    again = load_file(folder / "two" / "model.safetensors")
+    for name, tensor in changed.items():
+        assert again[name].dtype == tensor.dtype
+        assert torch.equal(again[name], tensor), name
+    sizes = sum(tensor.nbytes for tensor in again.values())
+    assert sizes < (folder / "two" / "model.safetensors").stat().st_size < sizes + 4096
 
 
 def test_a_full_vocabulary_needs_no_mapping(tmp_path: Path) -> None:

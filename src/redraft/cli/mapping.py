@@ -142,12 +142,13 @@ def _odd_kind(name: str, source: str, mapping: "Mapping") -> str | None:
 def _uncompared(arguments: argparse.Namespace) -> str | None:
     """A sentence on tokenizers that nobody compared, unless the donor was made for this target."""
     from redraft.drafter.files import VOCAB_RECORD, read_record
+    from redraft.drafter.mapping_of import whole_model
 
     place = Path(arguments.a)
     folder = place if place.is_dir() else place.parent
     record = read_record(folder)
     known = record.get("source") == "train" or "foreign" in record or (folder / VOCAB_RECORD).is_file()
-    if not arguments.b or arguments.donor_tokenizer or known:
+    if not arguments.b or arguments.donor_tokenizer or known or whole_model(arguments.a):
         return None
     return (
         "the donor's tokenizer was not compared with the target's, so ids in both count as the same token: "

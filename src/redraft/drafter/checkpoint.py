@@ -42,6 +42,11 @@ class Checkpoint:
     """Where each head row came from, int64 [N]: see `redraft.remap.remap`."""
 
     @property
+    def compared(self) -> bool:
+        """Whether what its ids mean is known: it was made for the target, or two tokenizers were compared."""
+        return self.record.get("source") == "train" or "foreign" in self.record
+
+    @property
     def foreign(self) -> dict[int, tuple[str | None, str | None]]:
         """Ids that mean another token to the drafter's own target, with both tokens: a head row is not moved there."""
         return {int(number): (one, two) for number, (one, two) in self.record.get("foreign", {}).items()}

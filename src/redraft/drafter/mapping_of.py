@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from redraft.drafter.files import CAUSE, mapping_hashes, weight_files
+from redraft.drafter.files import CAUSE, VOCAB_RECORD, mapping_hashes, weight_files
 from redraft.drafter.names import ARCHITECTURE, flat_config, sglang_name
 from redraft.frame.errors import RedraftError
 from redraft.frame.files import read_object
@@ -70,13 +70,13 @@ def read_mapping(source: str, *, prefix: bool = False) -> Mapping:
     if path.is_file():
         return _from_files([path], path.parent, source, prefix)
     folder = checkout(source, None, DRAFTER_FILES)
-    if (folder / "vocab.json").is_file():
+    if (folder / VOCAB_RECORD).is_file():
         return read_vocab(folder)
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
         raise RedraftError(
             "There is no mapping here.",
             where=folder,
-            expected="vocab.json, or safetensors with d2t and t2d",
+            expected=f"{VOCAB_RECORD}, or safetensors with d2t and t2d",
             found=sorted(file.name for file in folder.iterdir())[:10],
         )
     files = weight_files(folder)

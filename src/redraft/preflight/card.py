@@ -104,15 +104,14 @@ def card(made: Made, drafter: Path, output: Path, metrics: Path | None) -> str:
         pipeline_tag="text-generation",
         tags=["eagle3", "speculative-decoding"],
     )
-    return str(
-        ModelCard(
-            f"---\n{front.to_yaml()}\n---\n\n# EAGLE-3 drafter for {source.name}\n\n"
-            "Drafts tokens for its target, which verifies them: the output is the target's own.\n"
-            "The embedding is the target's too: it is not in these weights, a server puts it in its place.\n\n"
-            f"{table}\n{warning if raised else ''}"
-            f"\n## Serve\n\n```sh\n{_command(made, output, _drafts(figures))}\n```\n{told}"
-        )
+    text = ModelCard(
+        f"---\n{front.to_yaml()}\n---\n\n# EAGLE-3 drafter for {source.name}\n\n"
+        "Drafts tokens for its target, which verifies them: the output is the target's own.\n"
+        "The embedding is the target's too: it is not in these weights, a server puts it in its place.\n\n"
+        f"{table}\n{warning if raised else ''}"
+        f"\n## Serve\n\n```sh\n{_command(made, output, _drafts(figures))}\n```\n{told}"
     )
+    return f"{str(text).rstrip()}\n"
 
 
 def _hub_name(name: str) -> str | None:

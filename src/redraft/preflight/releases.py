@@ -46,6 +46,8 @@ HOOKS = {
 class Release(Version):
     """A release of SGLang; compares with tuples of its numbers, too: `release >= (0, 5, 12)`."""
 
+    text = ""
+    """As it was given."""
     note = ""
     """What could not be told of it, in words."""
     guessed = False
@@ -73,11 +75,12 @@ class Release(Version):
         except InvalidVersion:
             release = cls(known)
             release.guessed = True
+        release.text = text
         release.guessed |= number is None
         if number is None or known != number[1]:
-            release.note = f"{text} is no number of a release: taken for {NEWEST}, the newest that was read"
+            release.note = f"no number of a release: taken for {NEWEST}, the newest that was read"
         elif release.guessed:
-            release.note = f"{text} is no version: taken for {known}"
+            release.note = f"no version: taken for {known}"
         elif not OLDEST <= Version(release.base_version) <= NEWEST:
             release.note = f"{OLDEST} to {NEWEST} were read: taken for the nearest"
         elif release.is_prerelease:

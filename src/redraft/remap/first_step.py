@@ -13,7 +13,7 @@ from redraft.drafter.model import Drafter
 from redraft.frame.device import compute_device
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import FitParams
-from redraft.frame.progress import progress
+from redraft.frame.progress import counter
 from redraft.hidden.rows import HiddenStates, PackedRows
 from redraft.remap.fills import FILLS
 from redraft.remap.remap import initial
@@ -95,8 +95,8 @@ def _measure(
     drafted = {key: (slots.to(device), ends.head[slots].to(device)) for key, slots in ids.items()}
     given = {name: (weight.bfloat16().float().to(device), mapping.hash) for name, (weight, mapping) in heads.items()}
     sums = {name: Measurement(rows, steps, device) for name in heads}
-    with as_written(body):
-        for numbers, batch in progress(deal(rows, list(range(len(rows))), params, 0, 1), "first step", "batch"):
+    with as_written(body), counter(len(rows), "first step", "row") as bar:
+        for numbers, batch in deal(rows, list(range(len(rows))), params, 0, 1):
             here = batch.to(device)
             here = replace(here, aux=here.aux.float(), final=here.final.float())
             counted = counted_positions(here.loss_mask, here.documents, steps).flatten(1)
@@ -106,6 +106,7 @@ def _measure(
                 logits = F.linear(normed, weight)
                 output = judge(logits, *drafted[key], len(embed), here, asked, counted[:, asked])
                 sums[name].add(output, here, numbers)
+            bar.update(len(numbers))
     body.to(home)
     return {name: measured.found() for name, measured in sums.items()}
 

@@ -177,15 +177,17 @@ def _verdict(donor: Mapping, new: Mapping, kind: str, shared: int, same_slot: in
     if kind == "disjoint":
         return "The mappings share no id: nothing of the head can be kept."
     if kind == "drift":
+        half = f"half of the shared ids by {np.median(drift):.0f} or more" if np.median(drift) else "most not at all"
         how = (
             f"both are ascending, so every id gained or lost shifts the slots after it "
-            f"(by {drift.mean():.1f} on average, {drift.max():,} at most); nothing is scrambled"
+            f"({half}, none by more than {drift.max():,}); nothing is scrambled"
         )
     else:
         how = f"the donor's order is {donor.order}, the new one's {new.order}"
+    lacking = f"{len(new) - shared:,} of the new ids have no row" if len(new) > shared else "every new id has a row"
     return (
         f"Only {same_slot:,} of {len(new):,} slots mean the same token, although {shared:,} ids are in both: {how}. "
-        f"The rows of shared ids can be moved; {len(new) - shared:,} of the new ids have no row in the donor."
+        f"The rows of shared ids can be moved; {lacking} in the donor."
     )
 
 
