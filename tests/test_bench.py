@@ -139,6 +139,15 @@ def test_more_clients_answer_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert rates["4"] > 2 * rates["1"]
 
 
+def test_chats_that_end_by_themselves_are_valid_and_arms_of_other_lengths_are_not() -> None:
+    def run(tokens: int) -> list[Block]:
+        return [Block([answer(tokens, 0.1 * tokens, tokens // 2)], 0.1 * tokens)] * 8
+
+    assert invalid({PLAIN: run(30), chain(3): run(30)}, 512) == []
+    (reason,) = invalid({PLAIN: run(30), chain(3): run(45)}, 512)
+    assert reason == "3 drafted: 45 tokens an answer where the plain arm gives 30"
+
+
 def test_a_concurrency_needs_prompts_for_all_its_clients() -> None:
     assert [len(block) for block in blocks_of([[1]] * 7, 1)] == [1] * 7
     assert [len(block) for block in blocks_of([[1]] * 128, 4)] == [16] * 8

@@ -15,8 +15,10 @@ from redraft.engines.engine import Generation
 RESAMPLES = 2000
 MOST_CACHED = 0.01
 """Share of prompt tokens whose states the engine had from before."""
-LEAST_LENGTH = 0.5
-"""Of the tokens asked for, the mean answer."""
+LEAST_TOKENS, LEAST_LENGTH = 8, 0.5
+"""Tokens, and share of the tokens asked for: an arm whose mean answer is below both was cut off, and is no load."""
+MOST_APART = 0.2
+"""By how much the mean answers of an arm and of the plain one may differ: chats end by themselves, alike in all arms."""
 LEAST_STEP_MS = 0.05
 """No model decodes 20,000 tokens a second in one stream: below this they were held back and came at once."""
 
@@ -154,16 +156,19 @@ def invalid(series: Series, asked: int) -> list[str]:
         series: blocks by arm.
         asked: tokens asked for in each answer.
     """
-    return [f"{arm.label}: {reason}" for arm, blocks in series.items() for reason in _faults(arm, blocks, asked)]
+    usual = arm_figures(series[PLAIN])["mean_tokens"] if PLAIN in series else None
+    return [f"{arm.label}: {reason}" for arm, blocks in series.items() for reason in _faults(arm, blocks, asked, usual)]
 
 
-def _faults(arm: Arm, blocks: Sequence[Block], asked: int) -> list[str]:
-    """What is wrong with one arm."""
+def _faults(arm: Arm, blocks: Sequence[Block], asked: int, usual: float | None) -> list[str]:
+    """What is wrong with one arm; `usual`: tokens of the mean answer of the plain one."""
     row, reasons = arm_figures(blocks), []
     if row["cached_share"] > MOST_CACHED:
         reasons.append(f"{row['cached_share']:.0%} of the prompt tokens were cached")
-    if row["mean_tokens"] < LEAST_LENGTH * asked:
+    if row["mean_tokens"] < min(LEAST_TOKENS, LEAST_LENGTH * asked):
         reasons.append(f"{row['mean_tokens']:.0f} tokens an answer where {asked} were asked for")
+    elif usual and abs(row["mean_tokens"] / usual - 1) > MOST_APART:
+        reasons.append(f"{row['mean_tokens']:.0f} tokens an answer where the plain arm gives {usual:.0f}")
     if row["errors"]:
         first = next(error for block in blocks for error in block.errors)
         reasons.append(f"{row['errors']} errors ({first})")
