@@ -18,7 +18,7 @@ MOST_CACHED = 0.01
 LEAST_TOKENS, LEAST_LENGTH = 8, 0.5
 """Tokens, and share of the tokens asked for: an arm whose mean answer is below both was cut off, and is no load."""
 MOST_APART = 0.2
-"""By how much the mean answers of an arm and of the plain one may differ: chats end by themselves, alike in all arms."""
+"""By how much the mean answer of an arm may differ from the plain one's: chats end by themselves, alike in all arms."""
 LEAST_STEP_MS = 0.05
 """No model decodes 20,000 tokens a second in one stream: below this they were held back and came at once."""
 
