@@ -25,9 +25,14 @@ def read_record(folder: Path) -> dict[str, Any]:
     """`redraft.json` of a drafter; empty for one that redraft did not write.
 
     Raises:
-        RedraftError: no object in it.
+        RedraftError: no object in it, or a NaN, which redraft never writes.
     """
-    return read_object(folder / RECORD) if (folder / RECORD).is_file() else {}
+    found = read_object(folder / RECORD) if (folder / RECORD).is_file() else {}
+    try:
+        json.dumps(found, allow_nan=False)
+    except ValueError as error:
+        raise RedraftError("A number in the drafter's record is none.", where=folder / RECORD, found=error) from error
+    return found
 
 
 def weight_files(folder: Path) -> list[Path]:
