@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from redraft.drafter.checkpoint import read_checkpoint, read_parts, write_checkpoint
+from redraft.drafter.checkpoint import read_checkpoint, read_parts, weights_sha256, write_checkpoint
 from redraft.frame.curves import write_curve
 from redraft.frame.launch import is_main
 from redraft.frame.params import Config
@@ -56,6 +56,7 @@ def main(config: Config) -> Result:
     fitted.state.discard()
     return Result(
         {
+            "drafter": weights_sha256(Path("artifacts/drafter")),
             "steps": fitted.steps,
             "kept_step": fitted.kept,
             "tokens": fitted.tokens,
