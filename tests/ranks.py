@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +13,11 @@ import torch.distributed as dist
 from conftest import some_checkpoint
 
 from redraft.frame.errors import RedraftError
-from redraft.frame.launch import is_main
+from redraft.frame.launch import asked_to_stop, is_main
 from redraft.frame.profile import FitParams
 from redraft.hidden.rows import HiddenStates
 from redraft.target.ends import read_ends
+from redraft.train import state
 from redraft.train.loop import fit
 from redraft.train.state import weights_hash
 from redraft.train.step import TTTModule
@@ -44,6 +46,19 @@ def fail_on_rank_1() -> None:
     TTTModule.forward = failing  # type: ignore[method-assign, assignment]
 
 
+def save_slowly(marker: Path) -> None:
+    """The state that is saved when told to stop takes seconds, as a large one does; `marker` says that it is done."""
+    seal = state._seal
+
+    def slow(folder: Path) -> None:
+        time.sleep(3 if asked_to_stop() else 0)
+        seal(folder)
+        if asked_to_stop():
+            marker.touch()
+
+    state._seal = slow
+
+
 def main(job: dict[str, object]) -> None:
     states = {split: HiddenStates(Path(str(job["manifest"])), split) for split in ("train", "heldout")}
     checkpoint = some_checkpoint(1, scale=1.0)
@@ -52,6 +67,8 @@ def main(job: dict[str, object]) -> None:
     processes = int(str(job["processes"]))
     if job.get("fail"):
         fail_on_rank_1()
+    if job.get("slow"):
+        save_slowly(Path(str(job["slow"])))
     step, number = job.get("die", (0, signal.SIGKILL))  # type: ignore[misc]
     splits, resume = (states["train"], states["heldout"]), str(job.get("resume", "auto"))
     fitted = fit(

@@ -30,6 +30,7 @@ from redraft.drafter.checkpoint import (
 )
 from redraft.drafter.mapping_of import read_mapping
 from redraft.frame.errors import RedraftError
+from redraft.frame.profile import DonorParams
 from redraft.preflight.lint import lint
 from redraft.remap.remap import remap_folder
 from redraft.target.config import read_config
@@ -542,10 +543,8 @@ def stage(folder: Path, target: Path, place: Path, monkeypatch: pytest.MonkeyPat
     (place / "artifacts/target").symlink_to(target)
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "stages")
-    params = {"source": str(folder), "revision": None, "tokenizer": None, "head": "own", **donor}
-    profile = SimpleNamespace(
-        donor=SimpleNamespace(**params), target=SimpleNamespace(trust_remote_code=False, aux_layers=None)
-    )
+    params = DonorParams(source=str(folder), **donor)
+    profile = SimpleNamespace(donor=params, target=SimpleNamespace(trust_remote_code=False, aux_layers=None))
     body = importlib.import_module("donor").main
     metrics = body(SimpleNamespace(profile=profile, params=SimpleNamespace(resume="auto"))).metrics
     assert read_checkpoint(place / "artifacts/donor").mapping

@@ -111,12 +111,12 @@ def test_a_killed_training_ends_with_the_same_weights(
 def test_a_terminated_launcher_saves_and_says_so(
     states: dict[str, HiddenStates], llama_folder: Path, tmp_path: Path, whom: str
 ) -> None:
-    """DVC does not pass the signal on, so users send it to the group: torchrun then heard it twice."""
+    """DVC does not pass the signal on, so users send it to the whole group."""
     manifest, job, store = tmp_path / "manifest.json", tmp_path / "long.job", tmp_path / "store" / "train"
     manifest.write_text(json.dumps(states["train"].manifest))
     params = FIT.model_copy(update={"epochs": 3000, "save_steps": 20, "batch_tokens": 128}).model_dump(mode="json")
     fields = {"manifest": str(manifest), "target": str(llama_folder), "out": str(tmp_path / "x"), "processes": 2}
-    job.write_text(json.dumps({**fields, "params": params}))
+    job.write_text(json.dumps({**fields, "params": params, "slow": str(tmp_path / "sealed")}))
     script = f"import sys; sys.argv = ['{TESTS / 'ranks.py'}', '{job}']; from redraft.frame.launch import launch; "
     command = [sys.executable, "-c", script + "launch(2, 'torchrun')"]
     launcher = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=answers_to_signals)
@@ -127,6 +127,8 @@ def test_a_terminated_launcher_saves_and_says_so(
             assert launcher.poll() is None
             time.sleep(0.2)
         (os.killpg if whom == "group" else os.kill)(launcher.pid, signal.SIGTERM)
+        launcher.wait(timeout=120)
+        assert (tmp_path / "sealed").exists()  # it waited for its processes
         _, said = launcher.communicate(timeout=120)
     finally:
         launcher.kill()
