@@ -542,7 +542,8 @@ def stage(folder: Path, target: Path, place: Path, monkeypatch: pytest.MonkeyPat
     (place / "artifacts/target").symlink_to(target)
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "stages")
-    params = {"source": str(folder), "revision": None, "tokenizer": None, "head": "own", **donor}
+    usual = {"revision": None, "tokenizer": None, "head": "own", "embedding": "own", "prefix_vocabulary": False}
+    params = {"source": str(folder), **usual, **donor}
     profile = SimpleNamespace(
         donor=SimpleNamespace(**params), target=SimpleNamespace(trust_remote_code=False, aux_layers=None)
     )
