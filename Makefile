@@ -20,11 +20,12 @@ repro: setup
 	@head -n 1 report.md
 	@echo "report: $(CURDIR)/report.md"
 
+# two workers of one thread each; a file stays with one of them, so that what it shares is made once
 test: setup
 	ruff check .
 	ruff format --check .
 	mypy
-	pytest -m 'not engine'
+	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile -m 'not engine'
 
 # the real SGLang and vLLM on a machine without a GPU, see tests/engines/README.md: once per machine, 8 GB
 engines: setup
