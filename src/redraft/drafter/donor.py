@@ -50,7 +50,11 @@ def require_fit(parts: Parts, folder: Path, target: Any, aux_layers: tuple[int, 
         where=folder / "config.json",
         expected=f"{list(aux_layers)}, as inputs of layers",
         found=f"{read}inputs of layers {layers}",
-        fix="write the donor's layers, as inputs of layers, to target.aux_layers in the profile"
+        fix=(
+            f"target.aux_layers: {list(layers or ())} in the profile"
+            if layers and layers[0] == 2
+            else "choose another donor: redraft trains on layers that start with 2, which every release reads alike"
+        )
         + (
             f"; if it was trained on {list(aux_layers)} all the same, write ids {ids} to its config.json" * bool(nested)
         ),
