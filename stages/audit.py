@@ -34,7 +34,7 @@ def main(config: Config) -> Result:
     atomic.write_json(Path("artifacts/gate.json"), {"audit": "passed"})
     headline = {"audit/same_slot": float(found.same_slot), "audit/shared": float(found.shared)}
     print(found.verdict)
-    if "head" in donor.record and "foreign" not in donor.record:  # read, not trained here
+    if not donor.compared:
         print("note: the donor's tokenizer was not compared with the target's: donor.tokenizer in the profile")
     return Result({**found.metrics(), "heads": heads}, headline=headline)
 

@@ -58,7 +58,7 @@ def describe_one(mapping: Mapping, audit: Audit, a: str) -> str:
     rows = [
         ("slots", f"{len(mapping):,}"),
         ("target vocabulary", f"{mapping.vocab_size:,}"),
-        ("kind", "full vocabulary" if len(mapping) == mapping.vocab_size else "reduced"),
+        ("kind", mapping.kind),
         ("order", mapping.order),
         ("highest id", f"{audit.donor_last:,}"),
         ("hash", mapping.hash[:16]),
