@@ -113,7 +113,7 @@ def test_what_cannot_be_used_is_refused_even_when_nothing_would_run(clone: Path,
     try:
         done = run_in(clone, "dvc", "exp", "run", "-S", change)
     finally:
-        shell("git", "checkout", "--", "params.yaml", cwd=clone)
+        shell("git", "checkout", "HEAD", "--", "params.yaml", cwd=clone)  # from HEAD: DVC may have staged it
     assert done.returncode != 0
     assert "machine: " in done.stderr
     assert "Traceback" not in done.stderr
