@@ -89,7 +89,7 @@ def judge(rows: Rows, faults: list[str]) -> Verdict:
     row, why = rows[arm], _why(arm, rows[arm])
     further = _further(rows, arm)
     if row["ratio_low"] > 1:
-        drafts = f"{arm.steps} drafted tokens" if arm.chain else f"a {arm.label}"
+        drafts = f"{arm.steps} drafted token{'s' if arm.steps > 1 else ''}" if arm.chain else f"a {arm.label}"
         return Verdict("ship", why, further or f"serve it with {drafts}")
     if row["ratio_high"] >= 1:
         return Verdict("unclear: interval spans 1", why, "measure with more prompts (bench.prompts)")
