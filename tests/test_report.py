@@ -46,7 +46,7 @@ def bench(faster: float = 1.3, **more: Any) -> dict[str, Any]:
 @pytest.fixture
 def metrics() -> dict[str, Any]:
     found = {stage: json.loads((ROOT / f"metrics/{stage}.json").read_text()) for stage in STAGES if stage != "bench"}
-    return {**found, "bench": bench()}
+    return {**found, "bench": bench(drafter=found["train"].get("drafter"))}
 
 
 def text(metrics: dict[str, Any]) -> str:
@@ -73,10 +73,10 @@ def test_arms_are_told_in_words(metrics: dict[str, Any]) -> None:
 
 def test_a_bench_of_another_drafter_is_no_verdict(metrics: dict[str, Any]) -> None:
     """A failed probe leaves the bench of an earlier drafter (fault 1.10): it is told as that."""
-    assert "stale" not in text(metrics)  # figures of before carry no hash
     for stage in ("probe", "train"):
-        metrics[stage]["drafter"] = "d"
-        assert "stale" not in text(metrics)
+        assert "stale" not in text({**metrics, stage: {**metrics[stage], "drafter": None}})  # figures of before
+        metrics[stage]["drafter"] = metrics["bench"]["drafter"] = "d"
+    assert "stale" not in text(metrics)
     for stage in ("probe", "train"):
         changed = {**metrics, stage: {**metrics[stage], "drafter": "another"}}
         assert text(changed).startswith("**stale: the bench measured another drafter")
@@ -108,7 +108,7 @@ def test_training_that_changed_nothing_is_what_to_mend_first(
     gained: float, interval: float | None, faster: float, told: str | None, metrics: dict[str, Any]
 ) -> None:
     """Case B7 of the trial."""
-    metrics["bench"] = bench(faster)
+    metrics["bench"] = bench(faster, drafter=metrics["train"]["drafter"])
     metrics["train"]["heldout"]["accuracy_0"] = metrics["train"]["start"]["accuracy_0"] + gained
     metrics["train"]["heldout"]["accuracy_0_interval"] = interval
     found = [line for line in text(metrics).splitlines() if line.startswith("- Concurrency 1:")]
