@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from redraft.corpus.chat import byte_ids, load_tokenizer, special_tokens
+from redraft.corpus.tokenizer import byte_ids, load_tokenizer, special_tokens
 from redraft.drafter.checkpoint import read_checkpoint
 from redraft.frame import atomic
 from redraft.frame.curves import write_curve

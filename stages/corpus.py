@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from redraft.corpus.chat import load_tokenizer, show_sample
+from redraft.corpus.chat import show_sample
 from redraft.corpus.corpus import tokenize_file, write_corpus
 from redraft.corpus.jsonl import conversations, require_apart
+from redraft.corpus.tokenizer import load_tokenizer
 from redraft.frame import atomic
 from redraft.frame.params import Config
 from redraft.frame.stage import Result, run

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from redraft.corpus.chat import differing_ids, load_tokenizer
 from redraft.corpus.corpus import read_corpus
+from redraft.corpus.tokenizer import differing_ids, load_tokenizer
 from redraft.drafter.checkpoint import read_donor, write_checkpoint
 from redraft.drafter.config import exported_layer_ids
 from redraft.frame.curves import write_curve

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from redraft.corpus.chat import load_tokenizer
 from redraft.corpus.corpus import read_corpus
+from redraft.corpus.tokenizer import load_tokenizer
 from redraft.drafter.checkpoint import read_parts, weights_sha256
 from redraft.engines.open import load_models, open_servers
 from redraft.engines.prompts import held_out, require_drafts

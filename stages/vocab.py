@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from redraft.corpus.chat import decodable_ids, forced_ids, load_tokenizer
 from redraft.corpus.corpus import Corpus, read_corpus
+from redraft.corpus.tokenizer import decodable_ids, forced_ids, load_tokenizer
 from redraft.frame.errors import some
 from redraft.frame.params import Config
 from redraft.frame.stage import Result, run

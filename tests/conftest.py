@@ -126,8 +126,8 @@ def make_project(folder: Path, config: object = None, python: str = sys.executab
 
     `fields` are added to the target's config.json.
     """
-    from redraft.corpus.chat import load_tokenizer
     from redraft.corpus.corpus import tokenize_file, write_corpus
+    from redraft.corpus.tokenizer import load_tokenizer
     from redraft.drafter.checkpoint import write_checkpoint
     from redraft.frame.profile import Profile
     from redraft.frame.section import load_yaml

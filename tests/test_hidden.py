@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from redraft.corpus.chat import Sample, load_tokenizer
+from redraft.corpus.chat import Sample
 from redraft.corpus.corpus import Corpus, gather, read_corpus, tokenize_file, write_corpus
+from redraft.corpus.tokenizer import load_tokenizer
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import CorpusParams, ExtractParams
 from redraft.hidden import extract as extraction

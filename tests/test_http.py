@@ -17,10 +17,10 @@ from test_sglang import engine, left, mark
 
 from redraft.acceptance import Steps
 from redraft.engines.engine import serving
-from redraft.engines.http import Client, ReplyError, parsed
 from redraft.engines.reply import read_answer
 from redraft.engines.sglang import SGLangEngine
 from redraft.frame.errors import RedraftError
+from redraft.frame.http import Client, ReplyError, parsed
 
 __all__ = ["mark"]  # a fixture
 RESET = b"reset"

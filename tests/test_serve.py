@@ -11,7 +11,7 @@ from test_step import literal_logits
 from transformers import MistralConfig, MistralForCausalLM
 
 from redraft.acceptance import Acceptance, Steps
-from redraft.corpus.chat import load_tokenizer, stop_ids
+from redraft.corpus.tokenizer import load_tokenizer, stop_ids
 from redraft.engines.engine import Generation, Margin
 from redraft.engines.torch import TorchEngine
 from redraft.frame.errors import RedraftError

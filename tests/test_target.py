@@ -10,20 +10,18 @@ from conftest import HIDDEN, LAYERS, VOCAB, deepseek, deepseek_config, llama, sa
 from safetensors.torch import load_file, save_file
 from transformers import Kimi_K25Config, Kimi_K25ForConditionalGeneration
 
-from redraft.corpus.chat import (
+from redraft.corpus.chat import prompt_ids, show_sample, tokenize
+from redraft.corpus.jsonl import read_chats
+from redraft.corpus.regenerate import regenerate
+from redraft.corpus.tokenizer import (
     byte_ids,
     decodable_ids,
     differing_ids,
     load_tokenizer,
-    prompt_ids,
     require_markers,
-    show_sample,
     special_ids,
     stop_ids,
-    tokenize,
 )
-from redraft.corpus.jsonl import read_chats
-from redraft.corpus.regenerate import regenerate
 from redraft.engines.torch import TorchEngine
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import TargetParams

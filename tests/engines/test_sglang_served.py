@@ -14,8 +14,8 @@ from conftest import ROOT, make_project
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config
 
-from redraft.corpus.chat import load_tokenizer
 from redraft.corpus.corpus import read_corpus, tokenize_file, write_corpus
+from redraft.corpus.tokenizer import load_tokenizer
 from redraft.drafter.checkpoint import read_checkpoint, write_checkpoint
 from redraft.engines.engine import Generation, serving
 from redraft.engines.open import Models, load_models

@@ -29,9 +29,9 @@ def add_to(commands: Commands) -> None:
 
 
 def _regenerate(arguments: argparse.Namespace) -> None:
-    from redraft.corpus.chat import load_tokenizer, stop_ids
     from redraft.corpus.jsonl import read_chats
     from redraft.corpus.regenerate import regenerate
+    from redraft.corpus.tokenizer import load_tokenizer, stop_ids
     from redraft.frame.profile import load_profile
     from redraft.target.model import load_target
     from redraft.target.sources import make_target

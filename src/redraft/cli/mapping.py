@@ -89,7 +89,7 @@ def _audit(arguments: argparse.Namespace) -> None:
     counts = None
     foreign = _foreign(arguments)
     if arguments.target and any(arguments.target.glob("tokenizer*")):
-        from redraft.corpus.chat import byte_ids, load_tokenizer, special_tokens
+        from redraft.corpus.tokenizer import byte_ids, load_tokenizer, special_tokens
 
         tokenizer = load_tokenizer(arguments.target, arguments.trust_remote_code)
         special, single_bytes = special_tokens(tokenizer), byte_ids(tokenizer)
@@ -162,7 +162,7 @@ def _foreign(arguments: argparse.Namespace) -> dict[int, tuple[str | None, str |
         return {}
     if not arguments.target:
         raise RedraftError("Two tokenizers are compared.", where="--donor-tokenizer", fix="give --target as well")
-    from redraft.corpus.chat import differing_ids, load_tokenizer
+    from redraft.corpus.tokenizer import differing_ids, load_tokenizer
 
     trust = arguments.trust_remote_code
     return differing_ids(load_tokenizer(arguments.donor_tokenizer, trust), load_tokenizer(arguments.target, trust))

@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from redraft.corpus.chat import Sample, chat_template, require_markers, template_hash, tokenize, tokenizer_hash
+from redraft.corpus.chat import Sample, chat_template, template_hash, tokenize
 from redraft.corpus.jsonl import read_chats
+from redraft.corpus.tokenizer import require_markers, tokenizer_hash
 from redraft.frame import atomic
 from redraft.frame.errors import RedraftError, some
 from redraft.frame.files import open_tensors

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from redraft.corpus.chat import load_tokenizer, stop_ids
+from redraft.corpus.tokenizer import load_tokenizer, stop_ids
 from redraft.drafter.checkpoint import Checkpoint, read_checkpoint
 from redraft.engines.alike import require_alike
 from redraft.engines.arm import PLAIN, Arm, chain

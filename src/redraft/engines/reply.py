@@ -5,8 +5,8 @@ from typing import Any
 
 from redraft.acceptance import Steps
 from redraft.engines.engine import Generation
-from redraft.engines.http import ReplyError
 from redraft.frame.errors import RedraftError
+from redraft.frame.http import ReplyError
 
 NOT_WHOLE = "The reply of the server is not a whole answer."
 

@@ -237,7 +237,7 @@ def _tokenizers(config: Config, target: Path | None, notes: list[str], deep: boo
         return "the donor's is the target's"
     if not deep:
         return "another file than the donor's: the donor stage compares"
-    from redraft.corpus.chat import differing_ids, load_tokenizer
+    from redraft.corpus.tokenizer import differing_ids, load_tokenizer
 
     trust = config.profile.target.trust_remote_code
     apart = differing_ids(load_tokenizer(own, trust), load_tokenizer(target, trust))
@@ -245,7 +245,7 @@ def _tokenizers(config: Config, target: Path | None, notes: list[str], deep: boo
 
 
 def _vocabulary(config: Config, target: Path) -> str:
-    from redraft.corpus.chat import forced_ids, load_tokenizer
+    from redraft.corpus.tokenizer import forced_ids, load_tokenizer
 
     params = config.profile.vocab
     tokenizer = load_tokenizer(target, config.profile.target.trust_remote_code)

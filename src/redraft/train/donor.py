@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from redraft.corpus.chat import decodable_ids, forced_ids, load_tokenizer
 from redraft.corpus.corpus import Corpus
+from redraft.corpus.tokenizer import decodable_ids, forced_ids, load_tokenizer
 from redraft.drafter.checkpoint import Checkpoint
 from redraft.drafter.model import Drafter, DrafterConfig
 from redraft.frame.errors import RedraftError
