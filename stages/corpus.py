@@ -1,38 +1,49 @@
-"""corpus: chats to token ids and loss mask, by the target's own template."""
+"""corpus: chats to token ids and loss mask: what the target generated, to the token."""
 
+from functools import partial
 from pathlib import Path
 
+from redraft.corpus.build import build_split
 from redraft.corpus.chat import show_sample
-from redraft.corpus.corpus import tokenize_file, write_corpus
-from redraft.corpus.jsonl import conversations, require_apart
+from redraft.corpus.corpus import read_corpus
+from redraft.corpus.prompts import require_apart
+from redraft.corpus.rows import require_files
 from redraft.corpus.tokenizer import load_tokenizer
 from redraft.frame import atomic
 from redraft.frame.params import Config
 from redraft.frame.stage import Result, run
+from redraft.frame.store import store_root
+from redraft.target.ends import target_hash
 
-OUT = Path("artifacts/corpus")
+OUT, TARGET = Path("artifacts/corpus"), Path("artifacts/target")
 LEAST_HELDOUT = 8  # documents: below that an interval over packed rows tells nothing
 
 
 def main(config: Config) -> Result:
-    data, trained = Path("data") / config.params.profile, config.profile.donor.source == "train"
-    paths = {split: data / f"{split}.jsonl" for split in ("donor", "train", "heldout")}
-    told = {split: conversations(path) for split, path in paths.items() if trained or split != "donor"}
-    for split in [split for split in told if split != "heldout"]:
-        require_apart(told["heldout"], told[split], f"{paths['heldout']}, {paths[split]}")
-    tokenizer = load_tokenizer(Path("artifacts/target"), config.profile.target.trust_remote_code)
-    metrics = {}
-    for split, path in paths.items():
-        corpus, metrics[split] = tokenize_file(path, tokenizer, config.profile.corpus, optional=split not in told)
-        if split in told:
-            metrics[split]["duplicates"] = sum(len(ids) - 1 for ids in told[split].values())
-        write_corpus(OUT / f"{split}.safetensors", corpus)
-        if split == "train":
-            ids, mask = corpus.document(0)
-            atomic.write_text(OUT / "sample.txt", show_sample(tokenizer, ids.tolist(), mask.tolist()))
-    if (count := metrics["heldout"]["samples"]) < LEAST_HELDOUT:
-        print(f"warning: {paths['heldout']} gives {count} samples, too few to measure on: {LEAST_HELDOUT} at least")
-    return Result(metrics)
+    data, params = Path("data") / config.params.profile, config.profile.corpus
+    load = partial(load_tokenizer, TARGET, config.profile.target.trust_remote_code)
+    tokenizer, target = load(), target_hash(TARGET)
+    trained = config.profile.donor.source == "train"
+    splits = {}
+    for split in ("donor", "train", "heldout"):
+        splits[split] = build_split(
+            require_files(data, split) if trained or split != "donor" else [],
+            OUT / f"{split}.safetensors",
+            tokenizer,
+            params,
+            how=config.profile.target.template,
+            load=load,
+            scratch=store_root() / "corpus",
+            target=target,
+        )
+    prompts = {split: each.prompts for split, each in splits.items()}
+    leaks = require_apart(prompts, params.max_leaks, params.max_repeated, data)
+    corpus = read_corpus(OUT / "train.safetensors")
+    ids, mask = corpus.document(0)
+    atomic.write_text(OUT / "sample.txt", show_sample(tokenizer, ids.tolist(), mask.tolist()))
+    if (count := splits["heldout"].counts["samples"]) < LEAST_HELDOUT:
+        print(f"warning: {data / 'heldout'} gives {count} samples, too few to measure on: {LEAST_HELDOUT} at least")
+    return Result({**{split: each.counts for split, each in splits.items()}, "leaks": leaks})
 
 
 if __name__ == "__main__":

@@ -1,114 +1,221 @@
-"""Chats to token ids and loss mask, by the target's own tokenizer and template.
+"""Chats as the target is served with them: the chat template with its arguments, and which of its text is an answer.
 
-Only assistant answers are supervised: the content and the end-of-turn token, not the header before it.
+Text is taken for an answer only where that is proven: what the template adds to the generation prompt must be the
+content (after its reasoning) and an end marker, and nothing else.
 """
 
+import datetime
 import hashlib
-from dataclasses import dataclass
+import json
+import re
 from typing import Any
 
+from redraft.corpus.rows import Message, UnusableError
+from redraft.corpus.tokenizer import special_tokens
 from redraft.frame.errors import RedraftError, some
+from redraft.frame.profile import TemplateParams
 
-Message = dict[str, str]
-TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "tiktoken*")
+AS_IT_IS = TemplateParams()
+CUT = "length"
+"""`finish` of an answer that the token limit ended; `stop` is one that the target ended."""
+Tools = list[dict[str, Any]] | None
+_SHOWN = 60
 
 
-class RenderError(RedraftError):
+class RenderError(UnusableError):
     """A chat that the chat template does not render."""
 
     def __init__(self, error: Exception) -> None:
-        self.reason = " ".join(str(error).split())[:200] or type(error).__name__
-        super().__init__(
-            "The chat template does not render a chat.",
-            found=f"{type(error).__name__}: {self.reason}",
-            cause="roles that do not alternate, a content that is no text, or a chat without a prompt",
-        )
+        super().__init__("template", str(error) or type(error).__name__)
 
 
-def chat_template(tokenizer: Any) -> tuple[str | None, str]:
-    """Name and text of the chat template that is used: of several `default`; None if there is one without a name.
+def chat_template(tokenizer: Any, how: TemplateParams = AS_IT_IS) -> tuple[str | None, str]:
+    """Name and text of the chat template that is used: of several `how.name` or `default`; None if it has no name.
 
     Raises:
-        RedraftError: several, none of which is called `default`.
+        RedraftError: there is none of that name.
     """
     given = tokenizer.chat_template
     if not isinstance(given, dict):
+        if how.name is not None:
+            raise _no_template(how.name, ["one template without a name"])
         return None, given
-    if "default" not in given:
-        raise RedraftError(
-            "The target has several chat templates, and none is the default.",
-            where="chat_template of the tokenizer",
-            expected="one that is called default",
-            found=some(sorted(given)),
-            fix="name the one that you serve with default, or leave it alone in the target's folder",
-        )
-    return "default", given["default"]
+    name = how.name or "default"
+    if name not in given:
+        raise _no_template(name, sorted(given))
+    return name, given[name]
 
 
-def template_hash(tokenizer: Any) -> str:
-    """SHA-256 of the chat template's text."""
-    return hashlib.sha256(chat_template(tokenizer)[1].encode()).hexdigest()
+def _no_template(name: str, there: list[str]) -> RedraftError:
+    return RedraftError(
+        f"The target has no chat template of the name {name}.",
+        where="chat_template of the tokenizer",
+        expected=f"one that is called {name}",
+        found=some(there),
+        fix="set target.template.name in the profile to the one that you serve with",
+    )
 
 
-def render(tokenizer: Any, messages: list[Message], *, header: bool) -> str:
+def template_record(tokenizer: Any, how: TemplateParams = AS_IT_IS) -> dict[str, Any]:
+    """What decides how chats are rendered: hash, and name, arguments and date where they are given."""
+    name, _ = chat_template(tokenizer, how)
+    more = {"name": name, "arguments": how.arguments or None, "date": how.date}
+    return {"sha256": template_hash(tokenizer, how), **{key: each for key, each in more.items() if each is not None}}
+
+
+def template_hash(tokenizer: Any, how: TemplateParams = AS_IT_IS) -> str:
+    """SHA-256 of the chat template's text and arguments.
+
+    The date is no part of it: an answer of yesterday is still the target's own, to its own prompt.
+    """
+    parts = [chat_template(tokenizer, how)[1]]
+    if isinstance(tokenizer.chat_template, dict) and how.name is None and "tool_use" in tokenizer.chat_template:
+        parts.append(tokenizer.chat_template["tool_use"])
+    if how.arguments:
+        parts.append(json.dumps(how.arguments, sort_keys=True))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def has_tools(tokenizer: Any, how: TemplateParams = AS_IT_IS) -> bool:
+    """Whether the template has a place for function definitions."""
+    given = tokenizer.chat_template
+    return "tool" in (" ".join(given.values()) if isinstance(given, dict) else chat_template(tokenizer, how)[1])
+
+
+def render(
+    tokenizer: Any, messages: list[Message], *, header: bool, tools: Tools = None, how: TemplateParams = AS_IT_IS
+) -> str:
     """`messages` as text by the chat template; with `header` up to where the answer begins.
 
     Raises:
         RenderError: the template, which is a program of others, raises on them.
     """
+    given: dict[str, Any] = {"tools": tools} if tools else {}
+    if how.name is not None:
+        given["chat_template"] = how.name
+    if "strftime_now" in str(tokenizer.chat_template):
+        given["strftime_now"] = _today(how.date)
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=header)
+        # always told: the tokenizer's own class may have another default
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=header, **given, **how.arguments
+        )
     except Exception as error:
         raise RenderError(error) from error
+    if not isinstance(text, str):
+        raise RenderError(TypeError(f"it gives a {type(text).__name__}, not a text"))
+    return text
 
 
-def prompt_ids(tokenizer: Any, messages: list[Message]) -> list[int]:
+def _today(date: str | None) -> Any:
+    """`strftime_now` of the templates, of a day that does not change."""
+
+    def strftime_now(form: str) -> str:
+        if date is None:
+            raise ValueError("it prints today's date: set target.template.date in the profile")
+        return datetime.date.fromisoformat(date).strftime(form)
+
+    return strftime_now
+
+
+def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Ids of each text, without markers at its ends: the template writes them."""
+    return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+
+
+def prompt_ids(
+    tokenizer: Any, messages: list[Message], tools: Tools = None, how: TemplateParams = AS_IT_IS
+) -> list[int]:
     """Ids of `messages` with the header of the answer that is to be generated; see `render`."""
-    return tokenizer(render(tokenizer, messages, header=True), add_special_tokens=False)["input_ids"]
+    (ids,) = encode(tokenizer, [render(tokenizer, messages, header=True, tools=tools, how=how)])
+    return ids
 
 
-@dataclass
-class Sample:
-    """One tokenised chat."""
+class Markers:
+    """The special tokens of a tokenizer, as they are looked for in text."""
 
-    ids: list[int]
-    mask: list[int]
-    """1 where the token belongs to an answer, else 0; as long as `ids`."""
-    dropped: str | None = None
-    """Why nothing is supervised: `no answer`, `boundary` (a token crosses it), `truncated` or `template: ` and why."""
-    source: str = ""
-    """Where the chat came from, as the corpus file says."""
+    def __init__(self, tokenizer: Any) -> None:
+        texts = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
+        special = "|".join(map(re.escape, texts)) or r"(?!)"
+        self.special = re.compile(special)
+        self.closing = re.compile(rf"(?:({special})(?:{special}|\s)*|\s*)\Z")
+        """What may follow an answer; group 1 is its end marker."""
+        # a channel's name between two markers (gpt-oss) is markup as well
+        names = rf"(?:{special})(?:[a-z]+(?={special}))?"
+        self.markup = re.compile(rf"(?:{names}|</?[\w:|-]+>|\[/?[A-Z_]+\]|\s)*")
+        """What may stand around reasoning: no words."""
+
+    def end(self, text: str, answer: str) -> str:
+        """The marker behind `answer`, which ends `text`; the empty text if there is none."""
+        found = self.closing.match(text, text.rindex(answer) + len(answer)) if answer in text else None
+        return (found[1] or "") if found else ""
 
 
-def tokenize(tokenizer: Any, messages: list[Message], max_length: int) -> Sample:
-    """Tokenise one chat of `role` and `content`, cut to `max_length` tokens.
+def answer_text(markers: Markers, prompt: str, whole: str, message: Message, end: str = "") -> str:
+    """What the target would have generated for `message`: what `whole` adds to `prompt`, up to its end marker.
 
-    An answer is what `messages[:i + 1]` adds to `messages[:i]` with its generation prompt, without trailing white
-    space. Where the ids of that prefix are not a prefix of the ids of the whole, a token crosses the boundary and
-    the sample is dropped rather than shifted by one; so it is where the template refuses a prefix.
+    Args:
+        markers: of the target's tokenizer.
+        prompt: the turns before, with the header of the answer.
+        whole: the turns before and `message`.
+        message: an answer.
+        end: the marker that ends an answer; needed for one with tool calls.
+
+    Raises:
+        UnusableError: it is something else than reasoning, content, tool calls and an end marker, and what it is.
     """
-    try:
-        return _tokenize(tokenizer, messages, max_length)
-    except RenderError as refusal:
-        return Sample([], [], f"template: {refusal.reason}")
+    content, reasoning = message["content"], message.get("reasoning_content", "").strip()
+    if not whole.startswith(prompt):
+        raise UnusableError("rewritten", "the template writes another header for an answer than for the one to come")
+    text = whole[len(prompt) :]
+    at = 0
+    if reasoning:
+        at = _after(text, 0, reasoning, markers.markup, "reasoning")
+        content = content.lstrip()  # white space between the two is the template's
+    at = _after(text, at, content, markers.markup if reasoning else None, "answer")
+    if message.get("tool_calls"):
+        _require_calls(text[at:], message["tool_calls"])
+        answer = text.rstrip()
+        if not answer.endswith(end):
+            raise UnusableError("rewritten", f"the template ends a tool call with {answer[-_SHOWN:]!r}")
+    else:
+        found = markers.closing.match(text, at)
+        if found is None:
+            raise UnusableError("rewritten", f"the template writes {text[at : at + _SHOWN]!r} after the answer")
+        answer = text[:at] + (found[1] or "")
+        if found[1] and found[1] in content:
+            raise UnusableError("rewritten", f"the answer holds the end marker {found[1]}")
+    if message.get("finish") == CUT:
+        return text[:at]
+    return answer
 
 
-def _tokenize(tokenizer: Any, messages: list[Message], max_length: int) -> Sample:
-    ids = tokenizer(render(tokenizer, messages, header=False), add_special_tokens=False)["input_ids"]
-    mask = [0] * len(ids)
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        start = prompt_ids(tokenizer, messages[:turn])
-        answered = render(tokenizer, messages[: turn + 1], header=False).rstrip()
-        end = tokenizer(answered, add_special_tokens=False)["input_ids"]
-        if ids[: len(start)] != start or ids[: len(end)] != end:
-            return Sample(ids[:max_length], [0] * min(len(ids), max_length), "boundary")
-        mask[len(start) : len(end)] = [1] * (len(end) - len(start))
-    reason = None if any(mask) else "no answer"
-    if reason is None and not any(mask[:max_length]):
-        reason = "truncated"
-    return Sample(ids[:max_length], mask[:max_length], reason)
+def _after(text: str, start: int, wanted: str, between: re.Pattern[str] | None, name: str) -> int:
+    """Where `wanted` ends, which must stand in `text` at `start`, after nothing but what `between` allows."""
+    at = text.find(wanted, start)
+    if at < 0:
+        raise UnusableError("rewritten", f"the template changes or leaves out the {name}: {text[start:][:_SHOWN]!r}")
+    if text[start:at] and not (between and between.fullmatch(text, start, at)):
+        raise UnusableError("rewritten", f"the template writes {text[start:at][:_SHOWN]!r} before the {name}")
+    return at + len(wanted)
+
+
+def _require_calls(text: str, calls: list[dict[str, Any]]) -> None:
+    """Names and texts of tool calls must stand in what was rendered."""
+    for call in calls:
+        function = call["function"]
+        for wanted in (function["name"], *_leaves(function["arguments"])):
+            if wanted not in text and json.dumps(wanted)[1:-1] not in text:
+                raise UnusableError("rewritten", f"the template leaves {wanted[:_SHOWN]!r} of a tool call out")
+
+
+def _leaves(value: Any) -> list[str]:
+    """Every text in a nested value."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [leaf for each in value for leaf in _leaves(each)]
+    return [value] if isinstance(value, str) else []
 
 
 def show_sample(tokenizer: Any, ids: list[int], mask: list[int]) -> str:

@@ -1,7 +1,8 @@
-"""Tokenised corpora on disk: one safetensors file per split.
+"""Tokenised corpora on disk: one safetensors file per split, read by memory map.
 
-`input_ids` int32 [T], `loss_mask` uint8 [T], `offsets` int64 [D+1]; the one metadata key `redraft` holds sample ids
-and the hashes of file, tokenizer and template, the maximum length and V.
+`input_ids` int32 [T], `loss_mask` uint8 [T], `offsets` int64 [D+1]; `names` uint8, the sample ids as a JSON list, and
+`source` int32 [D], an index in the list of sources. The one metadata key `redraft` holds the sources, and the hashes of
+files, tokenizer, template and tokens by which consumers know the corpus.
 """
 
 import hashlib
@@ -11,17 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import save
+from numpy.typing import NDArray
 from torch import Tensor
 
-from redraft.corpus.chat import Sample, chat_template, template_hash, tokenize
-from redraft.corpus.jsonl import read_chats
-from redraft.corpus.tokenizer import require_markers, tokenizer_hash
+from redraft.corpus.parts import Arrays
 from redraft.frame import atomic
 from redraft.frame.errors import RedraftError, some
 from redraft.frame.files import open_tensors
-from redraft.frame.profile import CorpusParams
+
+TOKENS = ("input_ids", "loss_mask", "offsets")
+_TYPES = {
+    "input_ids": ("I32", 4),
+    "loss_mask": ("U8", 1),
+    "offsets": ("I64", 8),
+    "names": ("U8", 1),
+    "source": ("I32", 4),
+}
 
 
 @dataclass
@@ -75,108 +83,83 @@ class Corpus:
         )
 
 
-def gather(samples: dict[str, Sample], identity: dict[str, Any], max_dropped: float) -> tuple[Corpus, dict[str, int]]:
-    """Join tokenised samples, leaving out those without a supervised token; also how many were dropped, by reason.
-
-    Raises:
-        RedraftError: nothing is left, or the dropped share passes `max_dropped`.
-    """
-    kept = {name: sample for name, sample in samples.items() if sample.dropped is None}
-    kinds = [sample.dropped.split(":")[0] for sample in samples.values() if sample.dropped is not None]
-    dropped = {kind: kinds.count(kind) for kind in sorted(set(kinds))}
-    if not kept or len(kinds) > max_dropped * len(samples):
-        raise RedraftError(
-            "Too many samples have no supervised token.",
-            where=identity["file"],
-            expected=f"at most {max_dropped:.0%} dropped",
-            found=f"{len(kinds)} of {len(samples)}: {dropped}; {told_dropped(samples)}",
-            cause="`truncated`: corpus.max_length cuts the answer off; `no answer`: no assistant turn, run `redraft "
-            "regenerate` on prompts; `boundary`: the template's header is not followed by a token boundary; "
-            "`template`: the chat template does not render the chat",
-        )
-    offsets = torch.tensor([0, *(len(sample.ids) for sample in kept.values())]).cumsum(0)
-    ids = torch.tensor([token for sample in kept.values() for token in sample.ids], dtype=torch.int32)
-    mask = torch.tensor([flag for sample in kept.values() for flag in sample.mask], dtype=torch.uint8)
-    content = hashlib.sha256()
-    for tensor in (offsets, ids, mask):
-        content.update(tensor.numpy().tobytes())
-    sources = [sample.source for sample in kept.values()]
-    return Corpus(ids, mask, offsets, list(kept), sources, {**identity, "content": content.hexdigest()}), dropped
-
-
-def told_dropped(samples: dict[str, Sample]) -> str:
-    """The first samples that were dropped, each with its reason."""
-    return some([f"{name} ({sample.dropped})" for name, sample in samples.items() if sample.dropped], 3)
-
-
 def write_corpus(path: Path, corpus: Corpus) -> None:
     """Write one split."""
-    tensors = {name: getattr(corpus, name) for name in ("input_ids", "loss_mask", "offsets")}
-    fields = {"samples": corpus.samples, "sources": corpus.sources, "identity": corpus.identity}
-    record = json.dumps(fields, sort_keys=True)
-    atomic.write_bytes(path, save(tensors, {"redraft": record}))
+    arrays = {name: getattr(corpus, name).numpy() for name in TOKENS}
+    write_arrays(path, [arrays], corpus.samples, corpus.sources, corpus.identity)
+
+
+def write_arrays(
+    path: Path, parts: Sequence[Arrays], samples: list[str], sources: list[str], identity: dict[str, Any]
+) -> None:
+    """Write one split whose tokens come in parts, with the hash of its tokens in its identity.
+
+    Args:
+        path: file to write.
+        parts: each with `input_ids`, `loss_mask` and its own `offsets`, from 0; memory-mapped ones are read as they are
+            written.
+        samples: ids of all documents.
+        sources: of all documents.
+        identity: what else names the corpus.
+    """
+    known = sorted(set(sources))
+    number = {source: index for index, source in enumerate(known)}
+    names = np.frombuffer(json.dumps(samples, ensure_ascii=False).encode(), np.uint8)
+    columns: dict[str, list[NDArray[Any]]] = {
+        **{name: [part[name] for part in parts] for name in ("input_ids", "loss_mask")},
+        "offsets": _joined([part["offsets"] for part in parts]),
+        "names": [names],
+        "source": [np.array([number[source] for source in sources], np.int32)],
+    }
+    content = hashlib.sha256()
+    for name in ("offsets", "input_ids", "loss_mask"):
+        for each in columns[name]:
+            content.update(np.ascontiguousarray(each).data)
+    identity = {**identity, "content": content.hexdigest()}
+    _write(path, columns, json.dumps({"sources": known, "identity": identity}, sort_keys=True))
+
+
+def _joined(parts: list[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Offsets of parts one after another."""
+    joined, base = [np.zeros(1, np.int64)], 0
+    for offsets in parts:
+        joined.append(offsets[1:].astype(np.int64) + base)
+        base += int(offsets[-1])
+    return joined
+
+
+def _write(path: Path, columns: dict[str, list[NDArray[Any]]], record: str) -> None:
+    """A safetensors file, whose own writer wants every tensor whole in memory."""
+    header: dict[str, Any] = {"__metadata__": {"redraft": record}}
+    end = 0
+    for name in sorted(columns, key=lambda name: (-_TYPES[name][1], name)):  # aligned: wide types first
+        kind, size = _TYPES[name]
+        length = sum(map(len, columns[name]))
+        header[name] = {"dtype": kind, "shape": [length], "data_offsets": [end, end + length * size]}
+        end += length * size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic.opened(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in [name for name in header if name != "__metadata__"]:
+            for each in columns[name]:
+                file.write(np.ascontiguousarray(each).data)
 
 
 def read_corpus(path: Path) -> Corpus:
-    """Read one split.
+    """Read one split; its tensors are memory-mapped.
 
     Raises:
         RedraftError: no such file, or not one that `write_corpus` wrote.
     """
     with open_tensors(path) as file:
         record = (file.metadata() or {}).get("redraft")
-        names = ("input_ids", "loss_mask", "offsets")
-        if record is None or not set(names) <= set(file.keys()):
+        if record is None or not _TYPES.keys() <= set(file.keys()):
             raise RedraftError(
-                "This is no tokenised corpus.", where=path, expected=", ".join(names), found=some(sorted(file.keys()))
+                "This is no tokenised corpus.", where=path, expected=", ".join(_TYPES), found=some(sorted(file.keys()))
             )
-        return Corpus(*map(file.get_tensor, names), **json.loads(record))
-
-
-def tokenize_file(
-    path: Path, tokenizer: Any, params: CorpusParams, *, optional: bool = False
-) -> tuple[Corpus, dict[str, Any]]:
-    """Tokenise a JSONL file of chats; also its counts: samples, tokens, supervised tokens, dropped by reason.
-
-    Args:
-        path: JSONL, see `redraft.corpus.jsonl.read_chats`.
-        tokenizer: the target's.
-        params: longest sample and largest share of dropped ones.
-        optional: a file that is not there gives an empty corpus.
-
-    Raises:
-        RedraftError: as `read_chats` and `gather`.
-    """
-    name, _ = chat_template(tokenizer)
-    identity = {
-        "file": path.name,
-        "tokenizer": tokenizer_hash(tokenizer),
-        "template": template_hash(tokenizer),
-        **({"template_name": name} if name else {}),
-        "max_length": params.max_length,
-        "max_samples": params.max_samples,
-    }
-    if optional and not path.exists():
-        nothing = torch.zeros(0)
-        return Corpus(nothing.int(), nothing.byte(), torch.zeros(1, dtype=torch.int64), [], [], identity), {
-            "samples": 0
-        }
-    require_markers(tokenizer)
-    identity["sha256"] = hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()
-    samples = {}
-    chats = read_chats(path)
-    count = min(len(chats), params.max_samples or len(chats))
-    for chat in (chats[place * len(chats) // count] for place in range(count)):
-        samples[chat["id"]] = tokenize(tokenizer, chat["messages"], params.max_length)
-        samples[chat["id"]].source = chat.get("source", "")
-    corpus, dropped = gather(samples, identity, params.max_dropped)
-    if dropped:
-        print(f"note: {path}: {sum(dropped.values())} of {len(samples)} chats are left out: {told_dropped(samples)}")
-    counts = {
-        "samples": len(corpus),
-        "tokens": len(corpus.input_ids),
-        "supervised": int(corpus.loss_mask.sum()),
-        "dropped": sum(dropped.values()),
-        **{f"dropped_{reason.replace(' ', '_')}": number for reason, number in dropped.items()},
-    }
-    return corpus, counts
+        tokens = {name: file.get_tensor(name) for name in TOKENS}
+        told = json.loads(record)
+        samples = json.loads(file.get_tensor("names").numpy().tobytes())
+        sources = [told["sources"][number] for number in file.get_tensor("source").tolist()]
+        return Corpus(**tokens, samples=samples, sources=sources, identity=told["identity"])

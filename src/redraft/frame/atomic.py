@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def sync_file(path: Path) -> None:
@@ -18,14 +18,25 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_bytes(path: Path | str, data: bytes) -> None:
-    """Write `data` to `path`, fsynced, visible only when complete."""
+@contextmanager
+def opened(path: Path | str) -> Iterator[BinaryIO]:
+    """Yield an open file that becomes `path`, fsynced, when the block ends without an error."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(data)
-    sync_file(partial)
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            yield file
+        sync_file(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path | str, data: bytes) -> None:
+    """Write `data` to `path`, fsynced, visible only when complete."""
+    with opened(path) as file:
+        file.write(data)
 
 
 def write_text(path: Path | str, text: str) -> None:

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 from urllib3.exceptions import HTTPError
@@ -17,20 +18,29 @@ _BROKEN = (requests.RequestException, HTTPError, OSError, ValueError)  # ValueEr
 class ReplyError(Exception):
     """What came back in place of a reply."""
 
-    def __init__(self, what: str, found: object, status: int | None = None) -> None:
-        """`what` names the fault, `found` what was there; `status` is that of HTTP, if it is no success."""
+    def __init__(self, what: str, found: object, status: int | None = None, retry_after: float | None = None) -> None:
+        """`what` names the fault, `found` what was there; `status` is that of HTTP, if it is no success.
+
+        `retry_after`: seconds that the server asks to wait.
+        """
         super().__init__(what, found)
-        self.what, self.found, self.status = what, str(found)[:300], status
+        self.what, self.found, self.status, self.retry_after = what, str(found)[:300], status, retry_after
 
 
 class Client:
     """Requests to one server, from any number of threads."""
 
-    def __init__(self, base: str, seconds: float) -> None:
-        """`base` is its URL; `seconds` the longest wait for the next piece of a reply."""
+    def __init__(self, base: str, seconds: float, key: str | None = None, environment: bool = False) -> None:
+        """`base` is its URL; `seconds` the longest wait for the next piece of a reply; `key` is sent as a bearer.
+
+        With `environment` its proxies and certificates count, but not for a server on this machine.
+        """
         self.base, self.seconds = base.rstrip("/"), seconds
         self._session = requests.Session()
-        self._session.trust_env = False  # a proxy of the environment is not for a server on this machine
+        here = urlsplit(self.base).hostname in ("localhost", "127.0.0.1", "::1")
+        self._session.trust_env = environment and not here
+        if key:
+            self._session.auth = _Bearer(key)  # no header: one of ~/.netrc would replace it
         self._session.headers["Accept-Encoding"] = "identity"  # a gateway that compresses also holds events back
         for scheme in ("http://", "https://"):
             self._session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=MOST_CLIENTS))
@@ -81,8 +91,26 @@ class Client:
         except _BROKEN as error:
             raise ReplyError("The server did not answer.", f"{path}: {type(error).__name__}: {error}") from error
         if told:
-            raise ReplyError("The server refused a request.", f"{path}: HTTP {status}: {told}", status)
+            pause = _seconds(reply.headers.get("Retry-After"))
+            raise ReplyError("The server refused a request.", f"{path}: HTTP {status}: {told}", status, pause)
         return reply
+
+
+class _Bearer(requests.auth.AuthBase):
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        request.headers["Authorization"] = f"Bearer {self._key}"
+        return request
+
+
+def _seconds(told: str | None) -> float | None:
+    """What `Retry-After` says, if it is a number; a date is not waited for."""
+    try:
+        return max(0.0, float(told)) if told else None
+    except ValueError:
+        return None
 
 
 def _lines(reply: requests.Response) -> Iterator[bytes]:

@@ -1,9 +1,10 @@
 """`profiles/<name>.yaml`: what describes a target, and what follows from its size."""
 
+import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from redraft.frame.section import (
     Above0,
@@ -30,6 +31,24 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
+Settings = dict[str, str | bool | int | float]
+
+
+def _day(value: Any) -> str:
+    return datetime.date.fromisoformat(str(value)).isoformat()  # YAML reads a bare date as one
+
+
+class TemplateParams(Section):
+    """How chats are rendered: as the server renders them, for the corpus and for what the target is asked."""
+
+    name: str | None = None
+    """Of several templates the one that is served; without it `default`, and `tool_use` for chats with tools."""
+    arguments: Settings = {}  # noqa: RUF012 (pydantic copies it)
+    """Arguments of the template, for example `{thinking: false}` or `{reasoning_effort: low}`."""
+    date: Annotated[str, BeforeValidator(_day)] | None = None
+    """Day (YYYY-MM-DD) that a template prints as today; one that prints it is refused without this."""
+
+
 class TargetParams(Section):
     """The model that is served."""
 
@@ -43,17 +62,25 @@ class TargetParams(Section):
     """Let the hub repository's own Python code run."""
     aux_layers: tuple[Count, Count, Count] | None = None
     """Aux layers, as inputs of 0-based decoder layers; default (2, L//2, L-3)."""
+    template: TemplateParams = TemplateParams()
+    """How chats are rendered."""
 
 
 class CorpusParams(Section):
-    """Tokenisation of `data/<profile>/{donor,train,heldout}.jsonl`."""
+    """Tokenisation of `data/<profile>/{donor,train,heldout}`, as JSONL (plain or .gz) or Parquet."""
 
     max_length: Positive
     """Tokens; a longer sample is cut."""
     max_dropped: Fraction
-    """Largest share of samples without a supervised token before the stage fails."""
+    """Largest share of chats without a supervised token before the stage fails."""
     max_samples: Positive | None = None
-    """Of each file, evenly spread over it; all of them without this."""
+    """Chats of each file, evenly spread over it; all of them without this."""
+    cut: Literal["keep", "drop"] = "keep"
+    """Answers that were cut by a token limit: kept, without an end marker, or left out."""
+    max_leaks: Fraction = 0.0
+    """Largest share of held-out chats with a prompt that is also trained on, before the stage fails."""
+    max_repeated: Fraction = 0.1
+    """Largest share of the chats of a file with a prompt of an earlier one, before the stage fails."""
 
 
 class VocabParams(Section):
@@ -245,9 +272,6 @@ class ProbeParams(Section):
     `walk`, only what training predicted, for a target that this process cannot hold."""
 
 
-Flags = dict[str, str | bool | int | float]
-
-
 class EngineParams(Section):
     """A server engine; `torch` needs none of it."""
 
@@ -269,9 +293,9 @@ class EngineParams(Section):
     """Longest wait for a launched server."""
     request_seconds: Positive
     """Longest wait for the next piece of an answer."""
-    flags: Flags
+    flags: Settings
     """Further flags of both servers, for example `tp-size: 8`."""
-    speculative: Flags
+    speculative: Settings
     """Further flags of the server with speculation."""
     env: dict[str, str]
     """Environment of launched servers."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from redraft.frame.errors import RedraftError, explained
+from redraft.frame.errors import RedraftError, explained, some
 from redraft.frame.files import read_object
 from redraft.frame.params import Config
 from redraft.target.checkout import locate, require_used
@@ -111,23 +111,32 @@ def _outside_git(config: Config, root: Path) -> list[str]:
 
 
 def _data(config: Config, root: Path) -> str:
-    from redraft.corpus.jsonl import read_chats
+    from redraft.corpus.rows import FORM, Chat, read_rows, require_files
 
     folder = root / "data" / config.params.profile
     splits = ["train", "heldout", *(["donor"] if config.profile.donor.source == "train" else [])]
     told = []
     for split in splits:
-        path = folder / f"{split}.jsonl"
-        if path.is_file() and path.stat().st_size > WHOLE_MIB << 20:
-            told.append(f"{path.stat().st_size >> 20} MiB {split}")
+        paths = require_files(folder, split)
+        size = sum(path.stat().st_size for path in paths)
+        if size > WHOLE_MIB << 20:
+            told.append(f"{size >> 20} MiB {split}")
             continue
-        chats = read_chats(path)
-        if not any(message.get("role") == "assistant" for chat in chats for message in chat["messages"]):
+        rows = list(read_rows(paths))
+        chats = [row for row in rows if isinstance(row, Chat)]
+        if not chats:
+            raise RedraftError(
+                "No row can be read." if rows else "The file has no rows.",
+                where=some(paths),
+                expected=FORM,
+                found=some([f"{row.id} ({row.reason})" for row in rows if not isinstance(row, Chat)], 3) or None,
+            )
+        if not any(chat.tokens or any(each["role"] == "assistant" for each in chat.messages) for chat in chats):
             raise RedraftError(
                 "No chat has an answer.",
-                where=path,
+                where=some(paths),
                 cause="prompts that the target has not answered yet",
-                fix=f"redraft regenerate PROMPTS --profile {config.params.profile} --output {path}",
+                fix=f"redraft regenerate PROMPTS --profile {config.params.profile} --output {paths[0]} --overwrite",
             )
         told.append(f"{len(chats)} {split}")
     return ", ".join(told)

@@ -1,0 +1,1 @@
+"""Answers by the target itself: the corpora on which drafters are trained and measured."""

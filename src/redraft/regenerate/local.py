@@ -1,0 +1,112 @@
+"""Answers in this process, in batches: for targets that fit it."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from redraft.corpus.chat import AS_IT_IS, CUT
+from redraft.corpus.rows import Refused, UnusableError, read_row
+from redraft.frame.errors import RedraftError
+from redraft.frame.profile import TemplateParams
+from redraft.regenerate.conversation import Answer, Asking, Conversation
+from redraft.target.model import Target
+
+Numbered = tuple[int, Conversation]
+_WINDOW = 8
+"""Batches that are sorted by length together."""
+
+
+def answer_here(
+    target: Target, conversations: Iterable[Numbered], batch: int, temperature: float = 0.0, seed: int = 0
+) -> Iterator[Numbered]:
+    """Answer numbered conversations with a loaded target; they come back whole, in any order.
+
+    Greedy, or with a `temperature`: then one at a time, seeded by `seed` and the number.
+    """
+    source = iter(conversations)
+    size = batch if temperature == 0 else 1
+    while window := list(itertools.islice(source, size * _WINDOW)):
+        waiting = window
+        while waiting := sorted(
+            (each for each in waiting if each[1].prompt is not None), key=lambda each: len(each[1].prompt or [])
+        ):
+            for start in range(0, len(waiting), size):
+                group = [each for _, each in waiting[start : start + size]]
+                if temperature:
+                    torch.manual_seed(seed + waiting[start][0])
+                for conversation, answer in zip(group, _generate(target, group, temperature), strict=True):
+                    conversation.take(answer)
+                yield from (each for each in waiting[start : start + size] if each[1].prompt is None)
+
+
+@torch.inference_mode()
+def _generate(target: Target, group: list[Conversation], temperature: float) -> list[Answer]:
+    """One answer to the prompt of each conversation."""
+    asking = group[0].asking
+    padding = asking.tokenizer.pad_token_id or 0  # any id will do: the attention mask hides it
+    prompts = [each.prompt or [] for each in group]
+    longest = max(map(len, prompts))
+    rows = [[padding] * (longest - len(prompt)) + prompt for prompt in prompts]
+    seen = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    given = {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(seen)}
+    given = {name: tensor.to(target.head.device) for name, tensor in given.items()}
+    sampled: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    output = target.model.generate(  # type: ignore[operator]
+        **given,
+        **sampled,
+        max_new_tokens=max(each.room for each in group),
+        eos_token_id=sorted(asking.stop) or None,
+        pad_token_id=padding,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+    )
+    found = zip(output[:, longest:].tolist(), group, strict=True)
+    return [_answer(ids[: each.room], asking.stop) for ids, each in found]
+
+
+def _answer(ids: list[int], stop: frozenset[int]) -> Answer:
+    end = next((place + 1 for place, token in enumerate(ids) if token in stop), None)
+    return Answer(ids[:end], CUT if end is None else "stop")
+
+
+def regenerate(
+    target: Target,
+    tokenizer: Any,
+    chats: Iterable[dict[str, Any]],
+    *,
+    stop: frozenset[int],
+    max_new_tokens: int | None,
+    batch: int,
+    how: TemplateParams = AS_IT_IS,
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows `chats` in their order, every answer made anew, greedily, up to an id of `stop`.
+
+    Raises:
+        RedraftError: a row that cannot be used, before anything is generated.
+    """
+    asking = Asking(tokenizer, stop, context_of(target.config), max_new_tokens, how)
+    conversations = [_conversation(row, asking) for row in chats]
+    for _ in answer_here(target, enumerate(conversations), batch):
+        pass
+    yield from (each.row() for each in conversations)
+
+
+def _conversation(row: dict[str, Any], asking: Asking) -> Conversation:
+    chat = read_row(row, "?")
+    try:
+        if isinstance(chat, Refused):
+            raise UnusableError(chat.reason)
+        return Conversation(chat, asking)
+    except UnusableError as fault:
+        raise RedraftError(
+            "A chat cannot be answered.", where=f"chat {row.get('id')}", found=fault, fix="mend the chat or remove it"
+        ) from fault
+
+
+def context_of(config: Any) -> int:
+    """Tokens that a target takes, by its configuration; without limit if that does not tell."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31)
