@@ -82,7 +82,7 @@ def answer_files(paths: list[Path], output: Path, asking: Asking, answering: Ans
         RedraftError: too many rows cannot be answered; another run, or one with other settings, writes this output.
     """
     count = sum(map(count_rows, paths))
-    run = {"prompts": " ".join(map(_hash, paths)), "last_only": asking.last_only, "made": asking.made}
+    run = {"prompts_sha256": " ".join(map(_hash, paths)), "last_only": asking.last_only, "made": asking.made}
     with answered(output, run) as done:
         try:
             told = _answer(paths, done, asking, answering, count, max_dropped)
@@ -142,9 +142,7 @@ def _require_few(refused: dict[int, Refused], count: int, max_dropped: float, pa
         "Too many chats cannot be answered." if count else "There are no chats.",
         where=some(paths),
         expected=f"at most {max_dropped:.0%} (corpus.max_dropped in the profile)" if count else None,
-        found=f"{len(refused):,} of {count:,}: {shown([refused[place] for place in sorted(refused)])}"
-        if count
-        else "no rows",
+        found=f"{len(refused):,} of {count:,}: {told}" if count else "no rows",
         fix="mend or remove them" if count else None,
     )
 
