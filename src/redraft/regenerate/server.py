@@ -146,20 +146,22 @@ class Server:
     def _info(self, path: str) -> dict[str, Any]:
         """The object at `path`; empty if there is none."""
 
-        def ask() -> Any:
+        def ask() -> dict[str, Any]:
             try:
-                return self._parsed(self.client.get(path, INFO_SECONDS), path)
+                found = self._parsed(self.client.get(path, INFO_SECONDS), path)
             except ReplyError as fault:
                 if fault.status not in _KEY:  # a gateway may keep this path to itself, and give answers
                     raise
                 self._denied = fault
                 return {}
+            if not isinstance(found, dict) or "error" in (*found, found.get("object")):
+                raise ReplyError("The server tells nothing of itself.", f"{path}: {found}", _OK)
+            return found
 
         try:
-            found = self._patiently(ask)
+            return self._patiently(ask)
         except UnusableError:
             return {}
-        return found if isinstance(found, dict) else {}
 
     def request(self, asked: Conversation, row: int) -> Callable[[], Answer]:
         """What any thread may call to have the prompt of a conversation answered; `row` is its place.
