@@ -126,7 +126,8 @@ def make_project(folder: Path, config: object = None, python: str = sys.executab
 
     `fields` are added to the target's config.json.
     """
-    from redraft.corpus.corpus import tokenize_file, write_corpus
+    from redraft.corpus.build import tokenize_file
+    from redraft.corpus.corpus import write_corpus
     from redraft.corpus.tokenizer import load_tokenizer
     from redraft.drafter.checkpoint import write_checkpoint
     from redraft.frame.profile import Profile
