@@ -10,6 +10,7 @@ import json
 import re
 from typing import Any
 
+from redraft.corpus.encode import Encoder
 from redraft.corpus.rows import Message, UnusableError
 from redraft.corpus.tokenizer import special_tokens
 from redraft.frame.errors import RedraftError, some
@@ -118,23 +119,20 @@ def _today(date: str | None) -> Any:
     return strftime_now
 
 
-def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Ids of each text, without markers at its ends: the template writes them."""
-    return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-
-
 def prompt_ids(
     tokenizer: Any, messages: list[Message], tools: Tools = None, how: TemplateParams = AS_IT_IS
 ) -> list[int]:
     """Ids of `messages` with the header of the answer that is to be generated; see `render`."""
-    (ids,) = encode(tokenizer, [render(tokenizer, messages, header=True, tools=tools, how=how)])
-    return ids
+    return tokenizer(render(tokenizer, messages, header=True, tools=tools, how=how), add_special_tokens=False)[
+        "input_ids"
+    ]
 
 
 class Markers:
-    """The special tokens of a tokenizer, as they are looked for in text."""
+    """The special tokens of a tokenizer, as they are looked for in text; and its `Encoder`."""
 
     def __init__(self, tokenizer: Any) -> None:
+        self.encode = Encoder(tokenizer)
         texts = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
         special = "|".join(map(re.escape, texts)) or r"(?!)"
         self.special = re.compile(special)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from redraft.corpus.chat import AS_IT_IS, CUT, Markers, Tools, answer_text, encode, render
+from redraft.corpus.chat import AS_IT_IS, CUT, Markers, Tools, answer_text, render
 from redraft.corpus.rows import Message, UnusableError
 from redraft.frame.profile import TemplateParams
 
@@ -98,8 +98,8 @@ def tokenize_all(
         except UnusableError as fault:
             found.append(str(fault))
     pairs = [pair for each in found if not isinstance(each, str) for pair in each if isinstance(pair, tuple)]
-    prompts = encode(tokenizer, [prompt for prompt, _ in pairs])
-    wholes = iter(zip(prompts, encode(tokenizer, [prompt + answer for prompt, answer in pairs]), strict=True))
+    encoded = markers.encode([text for prompt, answer in pairs for text in (prompt, prompt + answer)])
+    wholes = zip(encoded[::2], encoded[1::2], strict=True)
     samples = []
     for each, (messages, _) in zip(found, chats, strict=True):
         if isinstance(each, str):

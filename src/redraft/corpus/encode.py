@@ -1,0 +1,73 @@
+"""Texts to ids, many at once: what stands between markers is encoded once, however many texts hold it.
+
+The prompts of a chat are beginnings of one another. A fast tokenizer cuts a text at its added tokens before anything
+else, so that the ids of a text are those of its pieces, and the pieces of all prompts are encoded once.
+"""
+
+import json
+import re
+from typing import Any
+
+_TRIED = 64
+"""Texts that are encoded whole as well."""
+
+
+class Encoder:
+    """Ids of texts, as `tokenizer(text, add_special_tokens=False)` gives them."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._cut = _pattern(tokenizer)
+        self._number = tokenizer.get_vocab() if self._cut else {}
+        self._tried = 0
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text; no marker is added at its ends."""
+        if not texts:
+            return []
+        if self._cut is None:
+            return self._whole(texts)
+        cut = [self._cut.split(text) for text in texts]  # pieces and, at odd places, markers
+        known: dict[str, list[int]] = {piece: [] for pieces in cut for piece in pieces[::2] if piece}
+        encoded = self.tokenizer.backend_tokenizer.encode_batch_fast(list(known), add_special_tokens=False)
+        for piece, encoding in zip(known, encoded, strict=True):
+            known[piece] = encoding.ids
+        known[""] = []
+        found = [self._joined(pieces, known) for pieces in cut]
+        if self._tried < _TRIED:
+            first = texts[: _TRIED - self._tried]
+            self._tried += len(first)
+            if self._whole(first) != found[: len(first)]:  # no tokenizer is known that comes here
+                self._cut = None
+                return self._whole(texts)
+        return found
+
+    def _joined(self, pieces: list[str], known: dict[str, list[int]]) -> list[int]:
+        ids: list[int] = []
+        for place, piece in enumerate(pieces):
+            if place % 2:
+                ids.append(self._number[piece])
+            else:
+                ids += known[piece]
+        return ids
+
+    def _whole(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+def _pattern(tokenizer: Any) -> re.Pattern[str] | None:
+    """The added tokens at which a text may be cut; None where the ids of pieces need not be those of the whole."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind, backend = type(tokenizer), getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    own = [getattr(kind, name) is not getattr(PreTrainedTokenizerFast, name) for name in ("__call__", "_encode_plus")]
+    first_differs = '"prepend_scheme":"first"' in json.dumps(json.loads(backend.to_str()), separators=(",", ":"))
+    if any(own) or first_differs or backend.truncation or backend.padding or tokenizer.split_special_tokens:
+        return None
+    tokens = [token for token in tokenizer.added_tokens_decoder.values() if token.content]
+    if any(token.lstrip or token.rstrip or token.single_word or token.normalized for token in tokens) or not tokens:
+        return None
+    longest_first = sorted((token.content for token in tokens), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
