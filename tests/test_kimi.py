@@ -207,6 +207,16 @@ def test_two_folders_of_one_name_keep_their_own_code(made: Path, tmp_path: Path)
     assert ["# Implements" in each for each in told] == [False, False, True, False]
 
 
+@pytest.mark.parametrize("name", ["Kimi-K2.5", "0f3c", "a folder", "class", "../linked"])
+def test_a_folder_of_any_name(
+    name: str, made: Path, tmp_path: Path, kimi: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path(name).symlink_to(made) if "linked" in name else shutil.copytree(made, name)
+    assert tokenizer_hash(load_tokenizer(Path(name), trust_remote_code=True)) == tokenizer_hash(kimi)
+
+
 def test_a_folder_whose_code_or_ranks_change_is_read_anew(folder: Path) -> None:
     first = load_tokenizer(folder, trust_remote_code=True)
     kimi_folder(folder, text="".join(map(chr, range(40, 900))))
