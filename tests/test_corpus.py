@@ -166,10 +166,7 @@ def test_a_target_without_a_pad_token_answers_the_same(folder: Path) -> None:
         ("", False, r"target\.trust_remote_code"),
     ],
 )
-def test_code_of_a_tokenizer_that_does_not_run_is_one_error(
-    code: str, trust: bool, named: str, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_code_of_a_tokenizer_that_does_not_run_is_one_error(code: str, trust: bool, named: str, folder: Path) -> None:
     (folder / "tokenization_own.py").write_text(code + "\nclass OwnTokenizer:\n    pass\n")
     path = folder / "tokenizer_config.json"
     fields = {**json.loads(path.read_text()), "tokenizer_class": "OwnTokenizer"}
