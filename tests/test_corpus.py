@@ -12,12 +12,12 @@ import torch
 from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
+from redraft.corpus.jsonl import conversations, read_chats, require_apart
+from redraft.corpus.regenerate import regenerate
 from safetensors.torch import save_file
 
 from redraft.corpus.chat import RenderError, chat_template, prompt_ids, template_hash, tokenize
 from redraft.corpus.corpus import read_corpus, tokenize_file
-from redraft.corpus.jsonl import conversations, read_chats, require_apart
-from redraft.corpus.regenerate import regenerate
 from redraft.corpus.tokenizer import load_tokenizer, stop_ids
 from redraft.engines.torch import TorchEngine
 from redraft.frame.errors import RedraftError
