@@ -42,6 +42,12 @@ def add_to(commands: Commands) -> None:
     )
     answer.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     answer.add_argument("--seed", type=int, default=0, help="of sampled answers (default %(default)s)")
+    answer.add_argument(
+        "--precision",
+        choices=("auto", "bf16", "fp32"),
+        default="auto",
+        help="in this process; auto is bf16 where the machine multiplies it (default)",
+    )
     answer.add_argument("--batch", type=int, default=40, help="in this process: prompts at once (default %(default)s)")
     server = answer.add_argument_group("by a running server, SGLang or any with OpenAI's completions")
     server.add_argument("--url", help="its address, http(s)://HOST:PORT; without it the target runs in this process")
@@ -141,15 +147,17 @@ def _here(
     """Answers in this process."""
     from dataclasses import replace
 
+    from redraft.frame.device import resolve
     from redraft.regenerate.local import answer_here
     from redraft.target.ends import target_hash
     from redraft.target.model import load_target
 
-    target = load_target(folder, dtype="bf16", trust_remote_code=profile.target.trust_remote_code)
+    dtype = resolve(arguments.precision)
+    target = load_target(folder, dtype=dtype, trust_remote_code=profile.target.trust_remote_code)
     made = {
         "engine": "transformers",
         "release": version("transformers"),
-        "dtype": "bf16",
+        "dtype": dtype,
         "target": target_hash(folder),
     }
     options = {"batch": arguments.batch, "temperature": arguments.temperature, "seed": arguments.seed}

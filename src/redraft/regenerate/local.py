@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from redraft.corpus.chat import AS_IT_IS, CUT
 from redraft.corpus.rows import Refused, UnusableError, read_row
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import TemplateParams
+from redraft.frame.progress import counter
 from redraft.regenerate.conversation import Answer, Asking, Conversation
 from redraft.target.model import Target
 
@@ -55,17 +57,26 @@ def _generate(target: Target, group: list[Conversation], temperature: float) -> 
     sampled: dict[str, Any] = {"do_sample": False}
     if temperature:
         sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    output = target.model.generate(  # type: ignore[operator]
-        **given,
-        **sampled,
-        max_new_tokens=max(each.room for each in group),
-        eos_token_id=sorted(asking.stop) or None,
-        pad_token_id=padding,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-    )
+    most = max(each.room for each in group)
+    with counter(most, f"{len(group)} answers", "token") as bar:
+        output = target.model.generate(  # type: ignore[operator]
+            **given,
+            **sampled,
+            max_new_tokens=most,
+            stopping_criteria=[partial(_watch, bar)],
+            eos_token_id=sorted(asking.stop) or None,
+            pad_token_id=padding,
+            repetition_penalty=1.0,
+            no_repeat_ngram_size=0,
+        )
     found = zip(output[:, longest:].tolist(), group, strict=True)
     return [_answer(ids[: each.room], asking.stop) for ids, each in found]
+
+
+def _watch(bar: Any, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    """Stops nothing; tells of every token that there was one more."""
+    bar.update()
+    return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
 
 def _answer(ids: list[int], stop: frozenset[int]) -> Answer:
