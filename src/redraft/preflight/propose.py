@@ -81,7 +81,7 @@ def _template(target: Path) -> dict[str, Any]:
     """How chats are rendered: what the target's template asks for, said on purpose; a day, if it prints one."""
     files = [target / "tokenizer_config.json", *target.glob("*.jinja")]
     text = " ".join(file.read_text(errors="replace") for file in files if file.is_file())
-    switches = [name for name in ("enable_thinking", "thinking") if re.search(rf"\b{name}\b(?! *=[^=])", text)]
+    switches = [name for name in ("enable_thinking", "thinking") if re.search(rf"(?<![.\w]){name} is ", text)]
     today = datetime.date.today().isoformat() if "strftime_now" in text else None
     return {"name": None, "arguments": dict.fromkeys(switches[:1], True), "date": today}
 
