@@ -8,6 +8,7 @@ import datetime
 import hashlib
 import json
 import re
+from functools import cached_property
 from typing import Any
 
 from redraft.corpus.encode import Encoder
@@ -132,7 +133,7 @@ class Markers:
     """The special tokens of a tokenizer, as they are looked for in text; and its `Encoder`."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.encode = Encoder(tokenizer)
+        self._tokenizer = tokenizer
         texts = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
         special = "|".join(map(re.escape, texts)) or r"(?!)"
         self.special = re.compile(special)
@@ -142,6 +143,11 @@ class Markers:
         names = rf"(?:{special})(?:[a-z]+(?={special}))?"
         self.markup = re.compile(rf"(?:{names}|</?[\w:|-]+>|\[/?[A-Z_]+\]|\s)*")
         """What may stand around reasoning: no words."""
+
+    @cached_property
+    def encode(self) -> Encoder:
+        """Encodes many texts at once; made when it is first needed."""
+        return Encoder(self._tokenizer)
 
     def end(self, text: str, answer: str) -> str:
         """The marker behind `answer`, which ends `text`; the empty text if there is none."""
