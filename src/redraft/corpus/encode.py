@@ -8,8 +8,22 @@ import json
 import re
 from typing import Any
 
+from redraft.corpus.rows import UnusableError
+
 _TRIED = 64
 """Texts that are encoded whole as well."""
+
+
+def whole(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Ids of each text; no marker is added at its ends: the template writes them.
+
+    Raises:
+        UnusableError: the tokenizer, which may be a program of others, raises on them.
+    """
+    try:
+        return tokenizer(texts, add_special_tokens=False)["input_ids"]
+    except Exception as error:
+        raise UnusableError("encode", str(error) or type(error).__name__) from error
 
 
 class Encoder:
@@ -22,14 +36,17 @@ class Encoder:
         self._tried = 0
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text; no marker is added at its ends."""
+        """Ids of each text; see `whole`."""
         if not texts:
             return []
         if self._cut is None:
-            return self._whole(texts)
+            return whole(self.tokenizer, texts)
         cut = [self._cut.split(text) for text in texts]  # pieces and, at odd places, markers
         known: dict[str, list[int]] = {piece: [] for pieces in cut for piece in pieces[::2] if piece}
-        encoded = self.tokenizer.backend_tokenizer.encode_batch_fast(list(known), add_special_tokens=False)
+        try:
+            encoded = self.tokenizer.backend_tokenizer.encode_batch_fast(list(known), add_special_tokens=False)
+        except Exception as error:
+            raise UnusableError("encode", str(error)) from error
         for piece, encoding in zip(known, encoded, strict=True):
             known[piece] = encoding.ids
         known[""] = []
@@ -37,9 +54,9 @@ class Encoder:
         if self._tried < _TRIED:
             first = texts[: _TRIED - self._tried]
             self._tried += len(first)
-            if self._whole(first) != found[: len(first)]:  # no tokenizer is known that comes here
+            if whole(self.tokenizer, first) != found[: len(first)]:  # no tokenizer is known that comes here
                 self._cut = None
-                return self._whole(texts)
+                return whole(self.tokenizer, texts)
         return found
 
     def _joined(self, pieces: list[str], known: dict[str, list[int]]) -> list[int]:
@@ -50,9 +67,6 @@ class Encoder:
             else:
                 ids += known[piece]
         return ids
-
-    def _whole(self, texts: list[str]) -> list[list[int]]:
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 def _pattern(tokenizer: Any) -> re.Pattern[str] | None:

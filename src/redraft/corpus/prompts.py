@@ -12,17 +12,33 @@ from redraft.corpus.rows import Message
 from redraft.frame.errors import RedraftError, some
 
 Keys = NDArray[np.uint64]
-_WORD = re.compile(r"\w+(?:[.'’-]\w+)*|[^\w\s.,;:!?'\"`…‘’“”«»¿¡()-]")
 _SHOWN = 3
+_SAME = str.maketrans({**dict.fromkeys("‘’ʼ`´", "'"), **dict.fromkeys("‐‑‒–—−", "-"), "\u00ad": None})
+_MEANING = "#%&*/@\\[]{}_"
+"""Punctuation that is no mark of a sentence."""
+_WORD = re.compile(r"(?<!\w)-(?=\d)|\w+(?:[.,'-]\w+)*|\S")
 
 
 def spelled(text: str) -> str:
     """`text` without what spelling may change: case, Unicode forms, white space, quotes and the marks of sentences.
 
-    Signs with a meaning of their own stay (C++ is not C); of a text of such marks alone everything stays.
+    Signs with a meaning of their own stay (C++ is not C, and -1 not 1); of a text of such marks alone everything stays.
     """
-    plain = unicodedata.normalize("NFKC", text).casefold()
-    return " ".join(_WORD.findall(plain)) or plain.strip()
+    plain = text
+    for _ in range(2):  # the lower case of some characters has another form again
+        plain = unicodedata.normalize("NFKC", plain).casefold()
+    plain = "".join(each for each in plain.translate(_SAME) if not _unseen(each))
+    words = [each for each in _WORD.findall(plain) if each == "-" or not _mark(each)]
+    return " ".join(words) or "".join(plain.split())
+
+
+def _unseen(character: str) -> bool:
+    """Whether it is a joiner, a byte order mark, or another hint for writing."""
+    return unicodedata.category(character) == "Cf" or "\ufe00" <= character <= "\ufe0f"
+
+
+def _mark(word: str) -> bool:
+    return len(word) == 1 and unicodedata.category(word)[0] == "P" and word not in _MEANING
 
 
 def _key(text: str) -> int:

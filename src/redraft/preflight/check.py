@@ -111,7 +111,8 @@ def _outside_git(config: Config, root: Path) -> list[str]:
 
 
 def _data(config: Config, root: Path) -> str:
-    from redraft.corpus.rows import FORM, Chat, read_rows, require_files
+    from redraft.corpus.files import require_files
+    from redraft.corpus.rows import FORM, Chat, read_rows
 
     folder = root / "data" / config.params.profile
     splits = ["train", "heldout", *(["donor"] if config.profile.donor.source == "train" else [])]
