@@ -1,17 +1,21 @@
 """HTTP to a server: JSON replies and streams of events. Whatever else comes back is a `ReplyError`."""
 
 import json
+import os
+import re
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import requests
+from urllib3.connection import HTTPConnection
 from urllib3.exceptions import HTTPError
 
 MOST_CLIENTS = 1024
 CONNECT_SECONDS = 5.0
 PIECE = 1 << 16
+ALIVE_SECONDS = 60
 _BROKEN = (requests.RequestException, HTTPError, OSError, ValueError)  # ValueError: an address that is none
 
 
@@ -33,17 +37,20 @@ class Client:
     def __init__(self, base: str, seconds: float, key: str | None = None, environment: bool = False) -> None:
         """`base` is its URL; `seconds` the longest wait for the next piece of a reply; `key` is sent as a bearer.
 
-        With `environment` its proxies and certificates count, but not for a server on this machine.
+        With `environment` its proxies and certificates count, of a server on this machine the certificates alone.
         """
         self.base, self.seconds = base.rstrip("/"), seconds
         self._session = requests.Session()
-        here = urlsplit(self.base).hostname in ("localhost", "127.0.0.1", "::1")
+        here = re.match(r"https?://([^/@]*@)?(localhost|127\.0\.0\.1|\[::1\])([:/]|$)", self.base) is not None
         self._session.trust_env = environment and not here
+        if environment and here:
+            bundle = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
+            self._session.verify = bundle or True
         if key:
             self._session.auth = _Bearer(key)  # no header: one of ~/.netrc would replace it
         self._session.headers["Accept-Encoding"] = "identity"  # a gateway that compresses also holds events back
         for scheme in ("http://", "https://"):
-            self._session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=MOST_CLIENTS))
+            self._session.mount(scheme, _Adapter(pool_maxsize=MOST_CLIENTS))
 
     def get(self, path: str, seconds: float | None = None) -> bytes:
         """The body of a reply, waited for `seconds` at most."""
@@ -68,7 +75,7 @@ class Client:
                 if not whole:
                     yield _event(text)
         except _BROKEN as error:
-            raise ReplyError("The server broke off an answer.", f"{type(error).__name__}: {error}") from error
+            raise ReplyError("The server broke off an answer.", _reason(error)) from error
         finally:
             reply.close()
         if not whole:
@@ -89,11 +96,22 @@ class Client:
             status = reply.status_code
             told = "" if 200 <= status < 300 else first_line(reply.content)
         except _BROKEN as error:
-            raise ReplyError("The server did not answer.", f"{path}: {type(error).__name__}: {error}") from error
+            raise ReplyError("The server did not answer.", f"{path}: {_reason(error)}") from error
         if told:
             pause = _seconds(reply.headers.get("Retry-After"))
             raise ReplyError("The server refused a request.", f"{path}: HTTP {status}: {told}", status, pause)
         return reply
+
+
+class _Adapter(requests.adapters.HTTPAdapter):
+    """Connections that are seen to be alive: a gateway forgets one that is still for minutes, and tells nobody."""
+
+    def init_poolmanager(self, *given: Any, **named: Any) -> Any:
+        options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+        for name, value in {"TCP_KEEPIDLE": ALIVE_SECONDS, "TCP_KEEPINTVL": ALIVE_SECONDS, "TCP_KEEPCNT": 4}.items():
+            options += [(socket.IPPROTO_TCP, getattr(socket, name), value)] if hasattr(socket, name) else []
+        options += HTTPConnection.default_socket_options
+        return super().init_poolmanager(*given, **named, socket_options=options)
 
 
 class _Bearer(requests.auth.AuthBase):
@@ -103,6 +121,12 @@ class _Bearer(requests.auth.AuthBase):
     def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         request.headers["Authorization"] = f"Bearer {self._key}"
         return request
+
+
+def _reason(error: BaseException) -> str:
+    """What is behind an error: libraries put it into one of their own, and that into another."""
+    behind = [each for each in (getattr(error, "reason", None), *error.args) if isinstance(each, BaseException)]
+    return _reason(behind[0]) if behind else f"{type(error).__name__}: {error}"
 
 
 def _seconds(told: str | None) -> float | None:

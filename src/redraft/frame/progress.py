@@ -35,6 +35,11 @@ def counter(total: int, title: str, unit: str, initial: int = 0, shown: bool = T
     return progress((), title, unit, total, initial, shown)
 
 
+def note(text: str) -> None:
+    """Print a line on stderr, above a bar."""
+    tqdm.write(text, file=sys.stderr)
+
+
 class _Lines:
     """A stream that turns tqdm's carriage returns into lines, for logs."""
 

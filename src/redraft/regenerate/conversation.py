@@ -1,6 +1,8 @@
 """A chat that is answered turn by turn, each turn on those made so far, with its ids."""
 
+import random
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from redraft.corpus.chat import CUT, Markers, prompt_ids
@@ -10,6 +12,7 @@ from redraft.frame.profile import TemplateParams
 
 _THINKING = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
 """What begins and ends reasoning, by family."""
+_ASKS = ("user", "tool")
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,27 @@ class Answer:
     finish: str
     """`stop` or `length`."""
     text: str = ""
-    """Of a server that gives no ids."""
+    """Of a server; the ids count where there are some."""
     reasoning: str = ""
-    """Likewise, if the server takes it apart."""
+    """Of a server that takes it apart."""
+    calls: list[Any] | None = None
+    """Tool calls, likewise."""
+    tokens: int = 0
+    """Generated."""
+    prompt_tokens: int | None = None
+    """Of the prompt, as the server counted them."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn; greedy at temperature 0."""
+
+    temperature: float = 0.0
+    seed: int = 0
+
+    def of(self, row: int, turn: int) -> int:
+        """The seed of one answer, 31 bits: of another row, turn or `seed` another one."""
+        return random.Random(f"{self.seed} {row} {turn}").getrandbits(31)
 
 
 @dataclass(frozen=True)
@@ -42,6 +63,12 @@ class Asking:
     """Answer the last turn alone, on the row's own earlier answers, which are then not trained on."""
     made: dict[str, Any] = field(default_factory=dict)
     """Written into every row: what made its answers."""
+    sampling: Sampling = field(default_factory=Sampling)
+
+    @cached_property
+    def markers(self) -> Markers:
+        """Of the tokenizer."""
+        return Markers(self.tokenizer)
 
 
 class Conversation:
@@ -51,7 +78,7 @@ class Conversation:
         """Find the first prompt.
 
         Raises:
-            UnusableError: the template refuses it, or it is beyond the context.
+            UnusableError: there is none, the template refuses it, or it is beyond the context.
         """
         self.chat, self.asking = chat, asking
         self.messages: list[Message] = []
@@ -60,7 +87,6 @@ class Conversation:
         self.answers: list[Answer] = []
         self._rest = [{key: value for key, value in each.items() if key not in OWN} for each in chat.messages]
         self._sequence: list[int] = []
-        self._markers = Markers(asking.tokenizer).special
         self.prompt: list[int] | None = self._next()
 
     @property
@@ -76,21 +102,21 @@ class Conversation:
         Raises:
             UnusableError: as `__init__`.
         """
-        answers = [place for place, message in enumerate(self._rest) if message["role"] == "assistant"]
-        said = [place for place, message in enumerate(self._rest) if message["role"] in ("user", "tool")]
-        if self.asking.last_only:
-            end = said[-1] + 1 if said else len(self._rest)
-            after = len(self._rest)
-        else:
-            end = next((place for place in answers if any(each < place for each in said)), len(self._rest))
-            after = next((place for place in range(end, len(self._rest)) if place not in answers), len(self._rest))
-        self.messages += self._rest[:end]
-        self._rest = self._rest[after:]
-        prompt = prompt_ids(self.asking.tokenizer, plain(self.messages), self.chat.tools, self.asking.how)
+        roles = [message["role"] for message in self._rest]
+        asked = [place for place, role in enumerate(roles) if role in _ASKS]
+        asked = asked or [place for place, role in enumerate(roles) if role != "assistant"]
+        if not asked:
+            raise UnusableError("no prompt", "no message but answers" if roles else "no messages")
+        first = asked[-1 if self.asking.last_only else 0]
+        end = next((place for place in range(first, len(roles)) if roles[place] == "assistant"), len(roles))
+        after = next((place for place in range(end, len(roles)) if roles[place] != "assistant"), len(roles))
+        messages = [*self.messages, *self._rest[:end]]
+        prompt = prompt_ids(self.asking.tokenizer, plain(messages), self.chat.tools, self.asking.how)
         if len(prompt) >= self.asking.context:
             raise UnusableError(
                 "context", f"a prompt of {len(prompt):,} tokens, the target takes {self.asking.context:,}"
             )
+        self.messages, self._rest = messages, self._rest[after:]
         return prompt
 
     def take(self, answer: Answer) -> None:
@@ -99,20 +125,21 @@ class Conversation:
         message = self._message(answer)
         if answer.ids is not None:
             both = zip(self._sequence, self.prompt, strict=False)
-            keeps = next((place for place, (one, other) in enumerate(both) if one != other), len(self._sequence))
+            same = min(len(self._sequence), len(self.prompt))
+            keeps = next((place for place, (one, other) in enumerate(both) if one != other), same)
             message |= {KEEPS: keeps} if keeps else {}
             message |= {PROMPT: self.prompt[keeps:], GENERATED: answer.ids}
             self._sequence = [*self.prompt, *answer.ids]
         self.messages.append(message)
         self.answers.append(answer)
         self.prompt = None
-        if not any(each["role"] != "assistant" for each in self._rest):
+        if not any(each["role"] in _ASKS for each in self._rest):
             return
         if answer.finish == CUT:
             self.ended = "cut"
         elif self._rest[0]["role"] == "tool":
             self.ended = "tool"  # it answers a call that was not made here
-        elif self._markers.search(message["content"]):
+        elif answer.calls or self.asking.markers.special.search(message["content"]):
             self.ended = "markers"  # a call, or channels: rendered again they would stand there twice
         else:
             try:
@@ -120,24 +147,34 @@ class Conversation:
             except UnusableError as fault:
                 self.ended = str(fault)
 
+    def end(self, why: str) -> None:
+        """Answer no later turn; what was asked after the last answer is left out."""
+        self.prompt, self.ended = None, why
+        while "finish" not in self.messages[-1]:
+            self.messages.pop()
+
     def _message(self, answer: Answer) -> Message:
         """The answer for people, and for the prompts of later turns: without its end marker, reasoning by itself."""
         text, reasoning = answer.text, answer.reasoning
         if answer.ids is not None:
             ids = answer.ids[:-1] if answer.ids and answer.ids[-1] in self.asking.stop else answer.ids
             # a character that is cut, or bytes that are none, have no text; the ids keep them
-            text = self.asking.tokenizer.decode(ids, skip_special_tokens=False).replace("\ufffd", "")
+            text = self._text(ids).replace("\ufffd", "")
         for begin, end in _THINKING:
             if not reasoning and self._thinks(begin, text):
                 reasoning, _, text = text.partition(end)
-                reasoning, text = reasoning.removeprefix(begin).strip(), text.strip()
+                reasoning, text = reasoning.strip().removeprefix(begin).strip(), text.strip()
         message: Message = {"role": "assistant", "content": text}
-        return {**message, **({"reasoning_content": reasoning} if reasoning else {}), "finish": answer.finish}
+        message |= {"reasoning_content": reasoning} if reasoning else {}
+        message |= {"tool_calls": answer.calls} if answer.calls else {}
+        return {**message, "finish": answer.finish}
 
     def _thinks(self, begin: str, text: str) -> bool:
         """Whether the answer begins with reasoning: in its own text, or because the prompt opened it."""
-        tail = self.asking.tokenizer.decode((self.prompt or [])[-8:], skip_special_tokens=False)
-        return text.lstrip().startswith(begin) or tail.rstrip().endswith(begin)
+        return text.lstrip().startswith(begin) or self._text((self.prompt or [])[-8:]).rstrip().endswith(begin)
+
+    def _text(self, ids: list[int]) -> str:
+        return self.asking.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def row(self) -> dict[str, Any]:
         """The row to write: what it was, with the messages made."""
