@@ -6,9 +6,11 @@ else, so that the ids of a text are those of its pieces, and the pieces of all p
 
 import json
 import re
+import unicodedata
 from typing import Any
 
 from redraft.corpus.rows import UnusableError
+from redraft.corpus.tokenizer import byte_alphabet
 
 _TRIED = 64
 """Texts that are encoded whole as well."""
@@ -34,6 +36,12 @@ class Encoder:
         self._cut = _pattern(tokenizer)
         self._number = tokenizer.get_vocab() if self._cut else {}
         self._tried = 0
+        self._bytes, self._form = _bytes(tokenizer)
+
+    def keeps(self, text: str) -> bool:
+        """Whether the ids of `text` are known to hold all of it: its bytes are tokens, and nothing is normalised."""
+        normal = self._form is None or unicodedata.is_normalized(self._form, text)
+        return normal and not text.encode().translate(None, self._bytes)
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text; see `whole`."""
@@ -67,6 +75,20 @@ class Encoder:
             else:
                 ids += known[piece]
         return ids
+
+
+def _bytes(tokenizer: Any) -> tuple[bytes, Any]:
+    """Bytes that are tokens of a byte-level tokenizer, and the Unicode form that it brings texts into, if any."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return b"", None
+    parts = json.loads(backend.to_str())
+    kind = (parts.get("normalizer") or {}).get("type")
+    byte_level = parts["model"]["type"] == "BPE" and '"ByteLevel"' in json.dumps(parts.get("pre_tokenizer"))
+    if not byte_level or kind not in (None, "NFC"):
+        return b"", None
+    known = tokenizer.get_vocab()
+    return bytes(byte for name, byte in byte_alphabet().items() if name in known), kind
 
 
 def _pattern(tokenizer: Any) -> re.Pattern[str] | None:

@@ -211,7 +211,9 @@ def _encoded(tokenizer: Any, texts: list[_Text], markers: Markers) -> Iterator[T
             yield "boundary: a token holds the end of a prompt and the beginning of its answer"
         else:
             answer = whole[len(prompt) :]
-            yield _other_text(tokenizer, answer, text.answer, markers) or Turn(prompt, answer, text.cut)
+            kept = markers.encode.keeps(text.answer)
+            fault = None if kept else _other_text(tokenizer, answer, text.answer, markers)
+            yield fault or Turn(prompt, answer, text.cut)
 
 
 def _encode_each(encode: Encoder, texts: list[str]) -> list[Any]:

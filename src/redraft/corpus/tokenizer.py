@@ -157,15 +157,16 @@ def stop_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
     return frozenset([tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]) - {None}
 
 
-def _byte_alphabet() -> set[str]:
-    """The 256 characters by which byte-level BPE writes single bytes (GPT-2's bytes_to_unicode)."""
+def byte_alphabet() -> dict[str, int]:
+    """The characters by which byte-level BPE writes single bytes (GPT-2's bytes_to_unicode), each with its byte."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    return {chr(byte) for byte in printable} | {chr(256 + rank) for rank in range(256 - len(printable))}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
 
 
 def byte_ids(tokenizer: Any) -> set[int]:
     """Ids of tokens that are one byte: the byte-level alphabet, or `<0x00>` to `<0xFF>`."""
-    names = _byte_alphabet() | {f"<0x{byte:02X}>" for byte in range(256)}
+    names = byte_alphabet().keys() | {f"<0x{byte:02X}>" for byte in range(256)}
     return {number for token, number in tokenizer.get_vocab().items() if token in names}
 
 
