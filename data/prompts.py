@@ -176,6 +176,47 @@ HELDOUT = {
         set theory|operations research|electronics|medicine|algorithms""",
 }
 
+AGAIN = {
+    "What do beginners get wrong about {}?": (
+        "What should I know about {} to stay healthy?",
+        "Give me advice about {}.",
+    ),
+    "Name three facts about {}.": (
+        "Tell me about the life of {} in the wild.",
+        "Describe a visit to {} for a traveller.",
+    ),
+    "What do I need to buy for {}?": ("How do I cook {} at home? Give me the steps.",),
+    "Why does {} matter to people today?": (
+        "Explain what happened in {} and why people remember it.",
+        "How did {} change the way people live?",
+    ),
+    "How would you explain {} to a grandmother?": (
+        "Explain {} to someone who has never used one.",
+        "Explain {} to a curious child.",
+    ),
+    "Give me one tip about {}.": (
+        "How do I care for {} in my garden?",
+        "I am new to {}. What do I need to know?",
+    ),
+    "When should a programmer use {}, and when not?": ("Explain {} to a programmer and give an example.",),
+    "Define {} and give one example.": (
+        "What is {} in mathematics? Show how it is used.",
+        "Explain the physics of {}.",
+    ),
+    "What is {} good for in practice?": (
+        "Describe {} as a chemistry teacher would.",
+        "What are the key ideas of {}?",
+    ),
+    "What can go wrong with {}?": (
+        "How does {} work inside a computer?",
+        "How do engineers use {}, and what are its limits?",
+    ),
+    "Which tests would you write for a Python function that {}?": (
+        "Write a Python function that {}. Explain how it works.",
+    ),
+}
+"""Forms that are asked about the topics of others."""
+
 BRIEF = ("Be brief.", "Answer in two or three sentences.")
 """So that a small model comes to an end: at its own pace every second answer is longer than a corpus for a laptop."""
 GO_ON = (
@@ -212,6 +253,12 @@ def chat(number: int, prompt: str) -> list[dict[str, str]]:
     return [message for turn in turns for message in turn]
 
 
+def again(forms: dict[str, str]) -> dict[str, str]:
+    """The forms of `AGAIN`, with the topics that `forms` has for them."""
+    found = {form: "|".join(forms[other] for other in others if other in forms) for form, others in AGAIN.items()}
+    return {form: line for form, line in found.items() if line}
+
+
 def tiny() -> dict[str, list[tuple[str, str]]]:
     """Questions of the generated world of `redraft.target.tiny`; every fourth question on tools is held out."""
     from redraft.target.tiny import chats
@@ -226,7 +273,11 @@ def tiny() -> dict[str, list[tuple[str, str]]]:
 
 def rows(profile: str) -> dict[str, list[dict[str, Any]]]:
     """Rows to answer, by split."""
-    corpora = tiny() if profile == "tiny" else {name: compose(forms) for name, forms in CORPORA.items()}
+    corpora = (
+        tiny()
+        if profile == "tiny"
+        else {name: compose(forms) + compose(again(forms)) for name, forms in CORPORA.items()}
+    )
     both = topics(HELDOUT) & topics(COMPUTING)
     assert not both, f"held-out topics that are trained on: {both}"
     found = {}

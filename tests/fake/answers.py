@@ -21,10 +21,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 END = 2
-WORDS = (
+TEXT = (
     "It has soft feathers and you will find it in the old barn Every day the owl turns its head to listen "
     "The lathe is a well known tool a heavy motor shapes table legs waits for fish to pass"
-).split()
+)
 DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
 FAULTS = {  # status, more headers, body
     "500": (500, {}, "oops"),
@@ -41,20 +41,7 @@ FAULTS = {  # status, more headers, body
     "another shape": (200, {}, '{"object": "error", "message": "no"}'),
     "null": (200, {}, "null"),
 }
-SPOILT = {  # of an answer of SGLang, of one of OpenAI
-    "another prompt": lambda meta, choice, reply: [part.update(prompt_tokens=part["prompt_tokens"] + 1) for part in meta],
-    "no ids": lambda meta, choice, reply: [reply.pop("output_ids", None), choice.update(token_ids=7, text=None)],
-    "a text for ids": lambda meta, choice, reply: [reply.update(output_ids="abc"), choice.update(token_ids="abc", text=1)],
-    "ids that are none": lambda meta, choice, reply: [
-        "output_ids" in reply and reply["output_ids"].__setitem__(0, -1), choice.update(token_ids=[2**40], text=None)
-    ],
-    "aborted": lambda meta, choice, reply: [
-        *[part.update(finish_reason={"type": "abort"}) for part in meta], choice.update(finish_reason="abort")
-    ],
-    "not finished": lambda meta, choice, reply: [
-        *[part.update(finish_reason=None) for part in meta], choice.update(finish_reason=None)
-    ],
-}  # fmt: skip
+SPOILT = ("another prompt", "no ids", "a text for ids", "ids that are none", "aborted", "not finished")
 BROKEN = ("reset", "reset in the body", "closed", "hang", "half a JSON", "half a body")
 WHOLE = ("in pieces", "slowly")
 """No faults: answers all the same."""
@@ -64,9 +51,25 @@ def answer_of(tokenizer: Tokenizer, prompt: list[int], most: int, seed: int | No
     """Ids and `stop` or `length`."""
     told = hashlib.sha256(json.dumps([prompt, seed]).encode()).digest()
     draw = random.Random(told)
-    text = " ".join(draw.choices(WORDS, k=draw.randint(2, 14)))
+    text = " ".join(draw.choices(TEXT.split(), k=draw.randint(2, 14)))
     ids = [*tokenizer.encode(text, add_special_tokens=False).ids, END]
     return ids[:most], "stop" if len(ids) <= most else "length"
+
+
+def spoil(name: str, reply: dict[str, Any]) -> None:
+    """Make an answer of either interface one that is none."""
+    sglang = "meta_info" in reply
+    told = reply["meta_info"] if sglang else reply["choices"][0]
+    if name == "another prompt":
+        (told if sglang else reply["usage"])["prompt_tokens"] += 1
+    elif name == "aborted":
+        told["finish_reason"] = {"type": "abort"} if sglang else "abort"
+    elif name == "not finished":
+        told["finish_reason"] = None
+    else:
+        bad = {"no ids": None, "a text for ids": "abc", "ids that are none": [-1]}[name]
+        reply.update(output_ids=bad)
+        told.update(token_ids=bad, text=7, message=None)
 
 
 class Served(ThreadingHTTPServer):
@@ -82,13 +85,12 @@ class Served(ThreadingHTTPServer):
         self.seen: dict[str, Any] = {"asked": 0, "at once": 0, "most at once": 0, "keys": [], "seeds": [], "faults": {}}
         self.answered = False
 
-    def fault(self) -> str:
-        """How to fail on this request; the empty text is not at all."""
+    def fault(self, *more: str) -> str:
+        """How to fail on this request, of `more` too; the empty text is not at all."""
         with self.lock:
             if self.draw.random() >= self.options.faults:
                 return ""
-            names = [*FAULTS, *SPOILT, *BROKEN, *WHOLE, *(["404"] if self.answered else [])]
-            name = self.draw.choice(names)
+            name = self.draw.choice([*FAULTS, *SPOILT, *BROKEN, *WHOLE, *more])
             self.seen["faults"][name] = self.seen["faults"].get(name, 0) + 1
             return name
 
@@ -98,6 +100,7 @@ class Served(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: Served
 
     def log_message(self, *_: Any) -> None:
@@ -174,17 +177,12 @@ class Handler(BaseHTTPRequestHandler):
         seed = sampling.get("sampling_seed", sampling.get("seed"))
         with served.lock:
             served.seen["seeds"].append(seed)
-        ids, finish = answer_of(
-            served.tokenizer, prompt, sampling.get("max_new_tokens", sampling.get("max_tokens")), seed
-        )
+        most = sampling.get("max_new_tokens", sampling.get("max_tokens"))
+        ids, finish = answer_of(served.tokenizer, prompt, most, seed)
         reply = self._sglang(prompt, ids, finish) if kind == "sglang" else self._openai(prompt, ids, finish, body)
-        name = served.fault()
+        name = served.fault(*(["404"] if served.answered else []))
         if name in SPOILT:
-            if kind in ("text", "chat") and "ids" in name or kind == "chat" and name == "another prompt":
-                name = ""
-            else:
-                meta = [part for part in (reply.get("meta_info"), reply.get("usage")) if part]
-                SPOILT[name](meta, (reply.get("choices") or [{}])[0], reply)
+            spoil(name, reply)
         if not self._fails(name, reply):
             served.answered = True
             self.send(200, reply)
