@@ -7,6 +7,7 @@ content (after its reasoning) and an end marker, and nothing else.
 import datetime
 import hashlib
 import json
+import os
 import re
 from functools import cached_property, lru_cache
 from typing import Any
@@ -185,7 +186,9 @@ def answer_text(markers: Markers, prompt: str, whole: str, message: Message, end
     content, reasoning = message["content"], message.get("reasoning_content", "").strip()
     calls = message.get("tool_calls", [])
     if not whole.startswith(prompt):
-        raise UnusableError("rewritten", "the template writes another header for an answer than for the one to come")
+        at = len(os.path.commonprefix([whole, prompt]))
+        found = f"the template writes {whole[at:][:_SHOWN]!r} where the prompt has {prompt[at:][:_SHOWN]!r}"
+        raise UnusableError("rewritten", found)
     text = whole[len(prompt) :]
     at = 0
     if reasoning:

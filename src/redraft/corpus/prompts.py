@@ -13,10 +13,13 @@ from redraft.frame.errors import RedraftError, some
 
 Keys = NDArray[np.uint64]
 _SHOWN = 3
-_SAME = str.maketrans({**dict.fromkeys("‘’ʼ`´", "'"), **dict.fromkeys("‐‑‒–—−", "-"), "\u00ad": None})
-_MEANING = "#%&*/@\\[]{}_"
+_SAME = str.maketrans({**dict.fromkeys("‘’ʼ`´", "'"), **dict.fromkeys("‐‑‒–—−", "-")})
+_UNSEEN = re.compile("[\u00ad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff]+")
+"""Joiners, byte order marks and other hints for writing."""
+_WORD = re.compile(r"-(?=\s*\d)|\w+(?:(?:[.']|-(?!\d)|(?<=\d),(?=\d))\w+)*|[^\s-]")
+"""A dash is a sign before a number, and joins words; elsewhere it is a mark."""
+_MEANING = "-#%&*/@\\[]{}"
 """Punctuation that is no mark of a sentence."""
-_WORD = re.compile(r"(?<!\w)-(?=\d)|\w+(?:[.,'-]\w+)*|\S")
 
 
 def spelled(text: str) -> str:
@@ -24,17 +27,11 @@ def spelled(text: str) -> str:
 
     Signs with a meaning of their own stay (C++ is not C, and -1 not 1); of a text of such marks alone everything stays.
     """
-    plain = text
+    plain = _UNSEEN.sub("", text.translate(_SAME))
     for _ in range(2):  # the lower case of some characters has another form again
         plain = unicodedata.normalize("NFKC", plain).casefold()
-    plain = "".join(each for each in plain.translate(_SAME) if not _unseen(each))
-    words = [each for each in _WORD.findall(plain) if each == "-" or not _mark(each)]
-    return " ".join(words) or "".join(plain.split())
-
-
-def _unseen(character: str) -> bool:
-    """Whether it is a joiner, a byte order mark, or another hint for writing."""
-    return unicodedata.category(character) == "Cf" or "\ufe00" <= character <= "\ufe0f"
+    plain = plain.translate(_SAME)
+    return " ".join(each for each in _WORD.findall(plain) if not _mark(each)) or "".join(plain.split())
 
 
 def _mark(word: str) -> bool:

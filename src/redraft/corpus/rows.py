@@ -147,7 +147,7 @@ def _chat(row: dict[str, Any], name: str) -> Chat:
     rest: dict[str, Any] = {
         "source": source if isinstance(source, str) else "",
         "made": made if isinstance(made, dict) else None,
-        "unknown": tuple(sorted(row.keys() - KNOWN - (set() if given is None else tokens))),
+        "unknown": tuple(sorted(row.keys() - KNOWN - (tokens if given is None else set()))),
         "row": row,
     }
     if given is None and tokens <= row.keys():
@@ -156,9 +156,8 @@ def _chat(row: dict[str, Any], name: str) -> Chat:
         raise UnusableError("unreadable", f"no messages; keys: {some(list(row)) or 'none'}")
     if not isinstance(given, list):
         raise UnusableError("unreadable", f"messages that are a {type(given).__name__}")
-    rest["unknown"] += tuple(
-        sorted({f"messages.{key}" for each in given if isinstance(each, dict) for key in each} - READ)
-    )
+    odd = {key for message in given if isinstance(message, dict) for key in message} - READ
+    rest["unknown"] += tuple(f"messages.{key}" for key in sorted(odd))
     messages = [_message(message) for message in given]
     if isinstance(row.get("system"), str) and row["system"].strip() and messages and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": row["system"]}, *messages]
