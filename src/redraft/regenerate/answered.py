@@ -116,7 +116,7 @@ def _differing(line: bytes, run: dict[str, Any]) -> str:
     except (ValueError, AttributeError):
         return "a first line that says nothing"
     told = [
-        f"{name} {str(before.get(name))[:_SHOWN]}, now {str(now.get(name))[:_SHOWN]}"
+        f"{name} {str(before.get(name))[:_SHOWN]} (now {str(now.get(name))[:_SHOWN]})"
         for name in sorted(before.keys() | now.keys())
         if before.get(name) != now.get(name)
     ]

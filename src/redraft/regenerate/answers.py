@@ -122,7 +122,7 @@ def _answer(
             done.add(place, each.row())
             generated += sum(answer.tokens for answer in each.answers)
             bar.set_postfix_str(f"{generated / (time.monotonic() - began):,.0f} tokens/s", refresh=False)
-    return Told(refused=[each for _, each in sorted(refused.items())])
+    return Told(refused=[refused[place] for place in sorted(refused)])
 
 
 def _write(done: Answered, output: Path, told: Told) -> None:
@@ -138,11 +138,14 @@ def _write(done: Answered, output: Path, told: Told) -> None:
 def _require_few(refused: dict[int, Refused], count: int, max_dropped: float, paths: list[Path]) -> None:
     if count and len(refused) < count and len(refused) <= max_dropped * count:
         return
+    told = shown([refused[place] for place in sorted(refused)])
     raise RedraftError(
         "Too many chats cannot be answered." if count else "There are no chats.",
         where=some(paths),
         expected=f"at most {max_dropped:.0%} (corpus.max_dropped in the profile)" if count else None,
-        found=f"{len(refused):,} of {count:,}: {shown(list(refused.values()))}" if count else "no rows",
+        found=f"{len(refused):,} of {count:,}: {shown([refused[place] for place in sorted(refused)])}"
+        if count
+        else "no rows",
         fix="mend or remove them" if count else None,
     )
 

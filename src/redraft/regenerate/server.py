@@ -122,9 +122,7 @@ class Server:
                 )
             self.model = str(info["model_path"])
             if sampled and not info.get("enable_deterministic_inference"):
-                self.notes.append(
-                    "the server draws without seeds (--enable-deterministic-inference): no run is like another"
-                )
+                self.notes.append("the server draws without seeds, unless it has --enable-deterministic-inference")
             return
         self.model = self.model or card.get("id")
         if owner in ("vllm", "tensorrt_llm"):
@@ -224,7 +222,9 @@ class Server:
                 raise UnusableError("server", told) from fault
             raise self._refused_key(fault) from fault
         first = self._trial is None
-        final = status in _REFUSED or (first and 400 <= status < 500 and status not in _BUSY)
+        # SGLang is there by now: a gateway says that it is not found
+        refused = 400 <= status < 500 and status not in _BUSY and (status, self.engine) != (404, "sglang")
+        final = status in _REFUSED or (first and refused)
         if final or (attempts >= (TRIALS if first else ATTEMPTS) and self._works(fault, since)):
             raise UnusableError("server", told) from fault
         if passed > self.patience:
@@ -241,7 +241,7 @@ class Server:
         if self._last > since:
             return True
         if self._trial is None:
-            return fault.status in (_OK, 500, 501)
+            return fault.status in (_OK, 404, 500, 501)
         try:
             self._trial()
             self._last = time.monotonic()
