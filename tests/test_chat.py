@@ -10,7 +10,8 @@ from chats import FAMILIES, TOKENIZERS, WAYS, Family, answer, fast, user
 from hypothesis import HealthCheck, assume, event, example, given, settings
 from hypothesis import strategies as st
 
-from redraft.corpus.chat import CUT, encode, prompt_ids, render
+from redraft.corpus.chat import CUT, prompt_ids, render
+from redraft.corpus.encode import whole
 from redraft.corpus.rows import Chat, read_row
 from redraft.corpus.samples import Sample, tokenize
 from redraft.frame.profile import TemplateParams
@@ -180,7 +181,7 @@ def test_generated_ids_are_taken_as_they_are(kind: str, name: str, way: int) -> 
     how = family.how[way]
     thinks = bool(family.opens) and how.arguments.get("thinking", True)
     texts = ["two and two</think>four" if thinks else "four", "six"]
-    answers = [[*ids, tokenizer.eos_token_id] for ids in encode(tokenizer, texts)]
+    answers = [[*ids, tokenizer.eos_token_id] for ids in whole(tokenizer, texts)]
     row = {"messages": [user("2+2?"), answer("FOREIGN"), user("3+3?"), answer("FOREIGN")]}
     made, prompts, given = answered(tokenizer, row, answers, how)
     assert given == answers
@@ -215,7 +216,7 @@ def rows_to_answer(draw: st.DrawFn) -> tuple[str, str, int, dict[str, Any], list
             messages.append(answer(draw(texts), draw(texts)))
     end = tokenizer.eos_token_id
     one = st.integers(0, len(tokenizer) - 1).filter(lambda token: token != end)
-    spelled = texts.map(lambda text: [token for token in encode(tokenizer, [text])[0] if token != end])
+    spelled = texts.map(lambda text: [token for token in whole(tokenizer, [text])[0] if token != end])
     ids = st.lists(one, min_size=1, max_size=6) | spelled
     answers = [draw(ids) + ([end] if draw(st.booleans()) else []) for _ in range(turns)]
     assume(all(answers))
@@ -294,7 +295,7 @@ def test_supervised_text_is_the_answer_and_its_end(case: Any) -> None:
             and prompt == prompt_ids(tokenizer, messages[:turn], how=how)
         )
         header = render(tokenizer, messages[:turn], header=True, how=how)
-        assert encode(tokenizer, [header + text]) == [prompt + ids]
+        assert whole(tokenizer, [header + text]) == [prompt + ids]
     event(f"{name} {way}: {(sample.dropped or 'kept').split(':')[0]}")
     assert (sample.dropped is None) == bool(sample.documents)
     if sample.dropped is None:

@@ -186,7 +186,7 @@ def answer_text(markers: Markers, prompt: str, whole: str, message: Message, end
     content, reasoning = message["content"], message.get("reasoning_content", "").strip()
     calls = message.get("tool_calls", [])
     if not whole.startswith(prompt):
-        at = len(os.path.commonprefix([whole, prompt]))
+        at = len(os.path.commonprefix([whole, prompt]))  # noqa: RUF071 (characters are wanted)
         found = f"the template writes {whole[at:][:_SHOWN]!r} where the prompt has {prompt[at:][:_SHOWN]!r}"
         raise UnusableError("rewritten", found)
     text = whole[len(prompt) :]

@@ -143,9 +143,7 @@ def _require_few(refused: dict[int, Refused], count: int, max_dropped: float, pa
         "Too many chats cannot be answered." if count else "There are no chats.",
         where=some(paths),
         expected=f"at most {max_dropped:.0%} (corpus.max_dropped in the profile)" if count else None,
-        found=f"{len(refused):,} of {count:,}: {shown([refused[place] for place in sorted(refused)])}"
-        if count
-        else "no rows",
+        found=f"{len(refused):,} of {count:,}: {told}" if count else "no rows",
         fix="mend or remove them" if count else None,
     )
 

@@ -260,8 +260,9 @@ def _data(metrics: Metrics) -> str:
     ]
     leaks = {name: count for name, count in metrics["corpus"]["leaks"].items() if name.startswith("heldout_")}
     hidden = metrics["extract"]
+    header = ("corpus", "chats", "answers", "tokens", "supervised", "cut answers", "dropped")
     return (
-        f"## Data\n\n{markdown(('corpus', 'chats', 'answers', 'tokens', 'supervised', 'cut answers', 'dropped'), rows)}\n\n"
+        f"## Data\n\n{markdown(header, rows)}\n\n"
         f"{sum(leaks.values()):,} held-out chats have a prompt that is also trained on.\n\n"
         f"Hidden states: {hidden['bytes_per_token']:,} bytes a token; a sample extracted again alone differs by "
         f"{hidden['recheck_difference']:.2%} at most."
