@@ -220,7 +220,7 @@ def test_the_header_is_asked_for_and_never_left_to_the_tokenizer() -> None:
 
 def test_arguments_name_and_tools_decide_the_template_and_its_hash() -> None:
     several = {"default": TEMPLATE, "tool_use": "{{ tools | tojson }}" + TEMPLATE, "rag": "RAG" + TEMPLATE}
-    tokenizer, one = with_template("plain", several), fast("plain")
+    tokenizer, one = with_template("plain", several), with_template("plain", "{# a b #}" + TEMPLATE)
     rag = TemplateParams(name="rag")
     messages = [user("2+2?")]
     assert chat_template(tokenizer)[0] == "default"
@@ -436,3 +436,10 @@ def test_ids_beside_messages_are_not_read_and_that_is_told() -> None:
     part = rows(fast("plain"), row)
     assert dict(part.told.unknown) == {"input_ids": 1, "loss_mask": 1, "lang": 1, "messages.weight": 1}
     assert trained(fast("plain"), tokenize(fast("plain"), row["messages"], LONG)) == ["b<|end|>"]
+
+
+def test_an_argument_that_no_template_reads_is_refused_with_the_nearest_word() -> None:
+    tokenizer = fast("qwen3")
+    template_record(tokenizer, TemplateParams(arguments={"enable_thinking": False}))
+    with pytest.raises(RedraftError, match=r"(?s)enable_thinkng.*did you mean enable_thinking"):
+        template_record(tokenizer, TemplateParams(arguments={"enable_thinkng": False}))

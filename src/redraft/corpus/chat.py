@@ -6,9 +6,11 @@ content (after its reasoning) and an end marker, and nothing else.
 
 import datetime
 import hashlib
+import inspect
 import json
 import os
 import re
+from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -59,8 +61,27 @@ def _no_template(name: str, there: list[str]) -> RedraftError:
     )
 
 
+def require_arguments(tokenizer: Any, how: TemplateParams) -> None:
+    """Refuse an argument that neither the template nor the tokenizer's own class reads: it would change nothing.
+
+    Raises:
+        RedraftError: with the nearest word of the template.
+    """
+    given = tokenizer.chat_template
+    text = " ".join(given.values()) if isinstance(given, dict) else given
+    words = {*re.findall(r"\w+", text), *inspect.signature(tokenizer.apply_chat_template).parameters}
+    for name in how.arguments.keys() - words:
+        near = get_close_matches(name, words, 1)
+        raise RedraftError(
+            "The chat template has no such argument.",
+            where=f"target.template.arguments in the profile: {name}",
+            fix=f"did you mean {near[0]}?" if near else "remove it, or take the template that you serve with",
+        )
+
+
 def template_record(tokenizer: Any, how: TemplateParams = AS_IT_IS) -> dict[str, Any]:
     """What decides how chats are rendered: hash, and name, arguments and date where they are given."""
+    require_arguments(tokenizer, how)
     name, _ = chat_template(tokenizer, how)
     more = {"name": name, "arguments": how.arguments or None, "date": how.date}
     return {"sha256": template_hash(tokenizer, how), **{key: each for key, each in more.items() if each is not None}}
