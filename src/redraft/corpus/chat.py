@@ -7,7 +7,6 @@ content (after its reasoning) and an end marker, and nothing else.
 import datetime
 import hashlib
 import json
-import os
 import re
 from functools import lru_cache
 from typing import Any
@@ -191,7 +190,7 @@ def answer_text(markers: Markers, prompt: str, whole: str, message: Message, end
     content, reasoning = message["content"], message.get("reasoning_content", "").strip()
     calls = message.get("tool_calls", [])
     if not whole.startswith(prompt):
-        at = len(os.path.commonprefix([whole, prompt]))
+        at = next((at for at, pair in enumerate(zip(whole, prompt, strict=False)) if len(set(pair)) > 1), len(whole))
         found = f"the template writes {whole[at:][:_SHOWN]!r} where the prompt has {prompt[at:][:_SHOWN]!r}"
         raise UnusableError("rewritten", found)
     text = whole[len(prompt) :]
