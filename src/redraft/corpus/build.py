@@ -13,6 +13,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,7 @@ def build_split(
     """Tokenise files of chats into the file `out`.
 
     Args:
-        paths: of one kind, see `redraft.corpus.rows`; none gives an empty split.
+        paths: of one kind, see `redraft.corpus.files`; none gives an empty split.
         out: safetensors file, see `redraft.corpus.corpus`.
         tokenizer: the target's.
         params: limits.
@@ -80,26 +81,41 @@ def build_split(
         require_markers(tokenizer)
     identity = _identity(paths, tokenizer, params, how)
     settings = Settings(params, how, identity["tokenizer"], identity["template"], target, rows)
-    chosen = _evenly(sum(map(count_rows, paths)), params.max_samples) if params.max_samples else None
-    size, cores = sum(path.stat().st_size for path in paths), len(os.sched_getaffinity(0))
+    code = files_fingerprint([Path(__file__).parent])
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (scratch or Path(temporary)) / fingerprint({**identity, "target": target, "rows": rows, "code": code})
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = _parts(paths, folder, out.stem, tokenizer, settings, load)
+        split = _join(parts, out, identity, params)
+        shutil.rmtree(folder)
+    return split
+
+
+def _parts(
+    paths: list[Path], folder: Path, split: str, tokenizer: Any, settings: Settings, load: Callable[[], Any] | None
+) -> list[Part]:
+    """Every chunk of the files, tokenised, on as many cores as pay."""
+    most, size = settings.params.max_samples, sum(path.stat().st_size for path in paths)
+    chosen = _evenly(sum(map(count_rows, paths)), most) if most else None
+    cores = len(os.sched_getaffinity(0))
     begin(lambda: tokenizer, settings)
     pool: Any = nullcontext()
     if load and cores > 1 and size > POOL_BYTES:
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(cores, context, initializer=begin, initargs=(load, settings))
-    code = files_fingerprint([Path(__file__).parent])
-    with tempfile.TemporaryDirectory() as temporary, pool as running:
-        folder = (scratch or Path(temporary)) / fingerprint({**identity, "target": target, "rows": rows, "code": code})
-        folder.mkdir(parents=True, exist_ok=True)
-        done = _done(_chunks(paths, chosen), folder, running, 2 * cores)
-        parts = []
-        with counter(size, f"tokenise {out.stem}", "B", shown=size > POOL_BYTES) as bar:
-            for path, read in done:
+    parts = []
+    try:
+        with pool as running, counter(size, f"tokenise {split}", "B", shown=size > POOL_BYTES) as bar:
+            for path, read in _done(_chunks(paths, chosen), folder, running, 2 * cores):
                 parts.append(read_part(path))
                 bar.update(read)
-        split = _join(parts, out, identity, params)
-        shutil.rmtree(folder)
-    return split
+    except BrokenProcessPool as error:
+        raise RedraftError(
+            "A process that tokenises was ended from outside.",
+            cause="memory ran out, or somebody stopped it",
+            fix="run it again: what was tokenised is kept",
+        ) from error
+    return parts
 
 
 def _identity(paths: list[Path], tokenizer: Any, params: CorpusParams, how: TemplateParams) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import datetime
 import hashlib
 import inspect
 import json
-import os
 import re
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
@@ -207,7 +206,7 @@ def answer_text(markers: Markers, prompt: str, whole: str, message: Message, end
     content, reasoning = message["content"], message.get("reasoning_content", "").strip()
     calls = message.get("tool_calls", [])
     if not whole.startswith(prompt):
-        at = len(os.path.commonprefix([whole, prompt]))  # noqa: RUF071 (characters are wanted)
+        at = next((at for at, pair in enumerate(zip(whole, prompt, strict=False)) if len(set(pair)) > 1), len(whole))
         found = f"the template writes {whole[at:][:_SHOWN]!r} where the prompt has {prompt[at:][:_SHOWN]!r}"
         raise UnusableError("rewritten", found)
     text = whole[len(prompt) :]

@@ -13,7 +13,7 @@ from redraft.frame.errors import RedraftError, some
 
 Keys = NDArray[np.uint64]
 _SHOWN = 3
-_SAME = str.maketrans({**dict.fromkeys("‘’ʼ`´", "'"), **dict.fromkeys("‐‑‒–—−", "-")})
+_SAME = str.maketrans({**dict.fromkeys("‘’ʼ`", "'"), **dict.fromkeys("‐‑‒–—−", "-")})
 _UNSEEN = re.compile("[\u00ad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff]+")
 """Joiners, byte order marks and other hints for writing."""
 _WORD = re.compile(r"-(?=\s*\d)|\w+(?:(?:[.']|-(?!\d)|(?<=\d),(?=\d))\w+)*|[^\s-]")
@@ -27,7 +27,7 @@ def spelled(text: str) -> str:
 
     Signs with a meaning of their own stay (C++ is not C, and -1 not 1); of a text of such marks alone everything stays.
     """
-    plain = _UNSEEN.sub("", text.translate(_SAME))
+    plain = _UNSEEN.sub("", text)
     for _ in range(2):  # the lower case of some characters has another form again
         plain = unicodedata.normalize("NFKC", plain).casefold()
     plain = plain.translate(_SAME)

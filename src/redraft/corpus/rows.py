@@ -177,7 +177,9 @@ def are_ids(value: Any) -> TypeGuard[list[int]]:
 
 def _parsed(value: Any, name: str) -> Any:
     """A value of a row, None if it is empty; a flat table keeps lists as JSON."""
-    return _loads(value, "unreadable", f"{name}: ") if isinstance(value, str) and value.strip() else value or None
+    if isinstance(value, str):
+        value = _loads(value, "unreadable", f"{name}: ") if value.strip() else None
+    return value or None
 
 
 def _tools(tools: Any) -> list[dict[str, Any]] | None:
@@ -250,18 +252,19 @@ def _calls(calls: Any) -> list[dict[str, Any]]:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, dict) else None
+    beside = dict(call) if isinstance(call, dict) else {}
+    function = beside.pop("function", None)
+    if function is None:
+        function = {key: beside.pop(key) for key in ("name", "arguments") if key in beside}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UnusableError("tool call", f"no function with a name: {_short(call)}")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str) and arguments.strip():
-        arguments = _loads(arguments, "tool call", f"arguments of {function['name']}: ")
-    arguments = arguments or {}
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = _loads(arguments, "tool call", f"arguments of {function['name']}: ") if arguments.strip() else {}
     if not isinstance(arguments, dict):
         raise UnusableError(
             "tool call", f"arguments of {function['name']} are a {type(arguments).__name__}, not an object"
         )
-    beside = {key: value for key, value in call.items() if key not in ("name", "arguments", "function")}
     return {"type": "function", **beside, "function": {**function, "arguments": arguments}}
 
 
