@@ -226,7 +226,7 @@ def test_a_build_that_was_broken_off_goes_on(many: list[Path], tmp_path: Path, m
         other(LENIENT.model_copy(update={"max_length": 5}))
     done.clear()
     with pytest.raises(KeyboardInterrupt):
-        other(LENIENT, how=TemplateParams(arguments={"x": 1}))
+        other(LENIENT, how=TemplateParams(arguments={"message": 1}))
 
 
 def test_several_processes_make_the_same_bytes(
@@ -260,7 +260,9 @@ def test_max_samples_are_evenly_spread(most: int | None, expected: Any, tmp_path
 def test_a_corpus_is_read_as_it_was_written_and_knows_what_made_it(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", GOOD)
     how = TemplateParams(arguments={"thinking": False}, date="2026-01-01")
-    corpora = [tokenize_file(path, fast("plain"), LENIENT, how=each)[0] for each in (how, TemplateParams())]
+    tokenizer = fast.__wrapped__("plain")
+    tokenizer.chat_template += "{# thinking #}"
+    corpora = [tokenize_file(path, tokenizer, LENIENT, how=each)[0] for each in (how, TemplateParams())]
     one, two = (corpus.identity for corpus in corpora)
     assert one["content"] == two["content"]
     assert one["template"] != two["template"]
@@ -272,9 +274,9 @@ def test_a_corpus_is_read_as_it_was_written_and_knows_what_made_it(tmp_path: Pat
     for index in range(3):
         for a, b in zip(again.document(index), corpora[0].document(index), strict=True):
             assert torch.equal(a, b)
-    part = again.part([2, 0])
-    assert part.samples == ["good-2", "good-0"]
-    assert torch.equal(part.document(0)[0], again.document(2)[0])
+    part = again.part(range(1, 3))
+    assert part.samples == ["good-1", "good-2"]
+    assert torch.equal(part.document(1)[0], again.document(2)[0])
 
 
 def test_a_file_that_is_no_corpus_is_told(tmp_path: Path) -> None:
@@ -461,7 +463,9 @@ def stage(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def test_the_stage_tells_what_is_in_and_warns_of_few_held_out_chats(target_folder: Path, tmp_path: Path) -> None:
+def test_the_stage_tells_what_is_in_and_warns_of_few_held_out_chats(folder: Path, tmp_path: Path) -> None:
+    with (folder / "chat_template.jinja").open("a") as file:
+        file.write("{# thinking #}")
     train = numbered(20, "train")
     again = {
         "again": [user("TRAIN 0"), answer("It is.", finish="length")],
@@ -473,7 +477,7 @@ def test_the_stage_tells_what_is_in_and_warns_of_few_held_out_chats(target_folde
         "heldout": numbered(7, "heldout"),
         "donor": numbered(3, "train"),
     }
-    where = project(tmp_path, target_folder, **files)
+    where = project(tmp_path, folder, **files)
     profile = where / "profiles/tiny.yaml"
     template = "source: fit:tiny\n  template: {arguments: {thinking: false}, date: 2026-01-01}"
     profile.write_text(profile.read_text().replace("source: fit:tiny", template))
