@@ -46,12 +46,14 @@ def trained(tokenizer: Any, sample: Sample) -> list[str]:
     return [tokenizer.decode(ids, skip_special_tokens=False) for _, ids in spans(sample)]
 
 
-def answered(tokenizer: Any, row: dict[str, Any], answers: list[list[int]], how: TemplateParams) -> Any:
+def answered(
+    tokenizer: Any, row: dict[str, Any], answers: list[list[int]], how: TemplateParams, *, last_only: bool = False
+) -> Any:
     """The row that regenerate writes of `answers`, the prompts, and what was answered."""
     chat = read_row(json.dumps(row).encode(), "x")
     assert isinstance(chat, Chat)
     stop = frozenset([tokenizer.eos_token_id])
-    conversation = Conversation(chat, Asking(tokenizer, stop, LONG, how=how))
+    conversation = Conversation(chat, Asking(tokenizer, stop, LONG, how=how, last_only=last_only))
     prompts, given = [], []
     for ids in answers:
         if conversation.prompt is None:
@@ -220,15 +222,16 @@ def rows_to_answer(draw: st.DrawFn) -> tuple[str, str, int, dict[str, Any], list
     ids = st.lists(one, min_size=1, max_size=6) | spelled
     answers = [draw(ids) + ([end] if draw(st.booleans()) else []) for _ in range(turns)]
     assume(all(answers))
-    return kind, name, way, {"messages": messages}, answers
+    tools = [{"type": "function", "function": {"name": "weather"}}] if draw(st.booleans()) else []
+    return kind, name, way, {"messages": messages, "tools": tools}, answers
 
 
 @settings(QUICK, max_examples=200)
-@given(rows_to_answer(), st.integers(1, 60) | st.just(LONG))
-def test_supervised_ids_are_the_generated_ids(case: Any, most: int) -> None:
+@given(rows_to_answer(), st.integers(1, 60) | st.just(LONG), st.booleans())
+def test_supervised_ids_are_the_generated_ids(case: Any, most: int, last_only: bool) -> None:
     kind, name, way, row, answers = case
     tokenizer, how = TOKENIZERS[kind](name), FAMILIES[name].how[way]
-    made, prompts, given = answered(tokenizer, row, answers, how)
+    made, prompts, given = answered(tokenizer, row, answers, how, last_only=last_only)
     chat = read_row(json.dumps(made).encode(), "x")
     assert isinstance(chat, Chat)
     sample = tokenize(tokenizer, chat.messages, LONG, how=how)

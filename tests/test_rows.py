@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from test_render import rows as tokenized
 
 from redraft.corpus.build import CAUSES, tokenize_file
-from redraft.corpus.files import count_rows, files_of, raw_rows, require_files
+from redraft.corpus.files import count_rows, files_of, name_of, raw_rows, require_files
 from redraft.corpus.rows import Chat, Refused, read_row, read_rows
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import CorpusParams
@@ -95,7 +95,6 @@ def test_no_value_ends_in_a_traceback(name: str, row: Any) -> None:
     assert part.arrays["offsets"][-1] == len(part.arrays["input_ids"]) == len(part.arrays["loss_mask"])
     chat = read_row(json.dumps(row).encode(), "x")
     json.dumps(chat.row if isinstance(chat, Chat) else chat.reason, ensure_ascii=False).encode()  # can be written
-    assert pickle.loads(pickle.dumps(chat)) == chat or "nan" in repr(chat)  # noqa: S301
 
 
 @settings(QUICK)
@@ -399,7 +398,8 @@ def test_one_odd_row_of_a_table_is_left_out_alone(tmp_path: Path) -> None:
     broken = pyarrow.Array.from_buffers(pyarrow.string(), 3, raw.buffers())
     messages = pyarrow.array([GOOD] * 3)
     pyarrow.parquet.write_table(pyarrow.table({"id": broken, "messages": messages}), tmp_path / "x.parquet")
-    one, two, three = read_rows([tmp_path / "x.parquet"])
+    path = tmp_path / "x.parquet"
+    one, two, three = (read_row(pickle.loads(pickle.dumps(raw)), name_of(path, at)) for at, raw in raw_rows(path))  # noqa: S301
     assert (one.id, two.id, three.id) == ("good", "x-2", "fine")
     assert isinstance(two, Refused)
     assert two.reason.startswith("unreadable: 'utf-8' codec can't decode byte 0xff")

@@ -91,7 +91,7 @@ def _table(path: Path) -> Any:
 
     try:
         return pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise RedraftError("A Parquet file cannot be read.", where=path, found=error) from error
 
 
@@ -104,7 +104,7 @@ def _table_rows(path: Path) -> Iterator[tuple[int, Raw]]:
             for row in _listed(batch):
                 number += 1
                 yield number, row
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise RedraftError(
             "A Parquet file cannot be read.", where=f"{path}, after row {number}", found=error
         ) from error

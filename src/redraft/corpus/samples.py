@@ -229,9 +229,9 @@ def _encode_each(encode: Encoder, texts: list[str]) -> list[Any]:
 def _other_text(tokenizer: Any, ids: list[int], text: str, markers: Markers) -> str | None:
     """What the tokenizer made of an answer, if it is not its text: an unknown token, another spelling."""
 
-    def bare(each: str) -> str:
+    def bare(each: str) -> list[str]:
         # white space at the ends and around markers is the business of each tokenizer's decoder
-        return re.sub(rf"\s*({markers.special.pattern})\s*", r"\1", each).strip()
+        return [part.strip() for part in re.split(f"({markers.special.pattern})", each)]
 
     found = tokenizer.decode(ids, skip_special_tokens=False)
     if found == text or bare(found) == bare(text):
