@@ -3,7 +3,6 @@
 import fcntl
 import gzip
 import hashlib
-import itertools
 import json
 import resource
 import shutil
@@ -22,64 +21,21 @@ import pyarrow.parquet
 import pytest
 import requests
 from conftest import ROOT, answers_to_signals
+from test_turns import END, Row, asking, chats, made, reply, rows_of, talking, user, write
 
 from redraft.cli import main
 from redraft.corpus.build import tokenize_file
-from redraft.corpus.rows import Chat
 from redraft.corpus.samples import given_turns
-from redraft.corpus.tokenizer import load_tokenizer, stop_ids
+from redraft.corpus.tokenizer import load_tokenizer
 from redraft.engines.process import free_port
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import CorpusParams
 from redraft.regenerate.answered import answered
-from redraft.regenerate.answers import answer_files
-from redraft.regenerate.conversation import Answer, Asking, Conversation, Sampling
-from redraft.regenerate.local import answer_here, regenerate
+from redraft.regenerate.conversation import Conversation
 from redraft.regenerate.server import Server
 from redraft.regenerate.threads import answer_by
-from redraft.target.model import load_target
 
 KINDS = ("sglang", "vllm", "tensorrt", "ids", "text", "chat")
-END = 2
-Row = dict[str, Any]
-
-
-def user(text: str) -> Row:
-    return {"role": "user", "content": text}
-
-
-def reply(text: str) -> Row:
-    return {"role": "assistant", "content": text}
-
-
-def chats(count: int) -> list[Row]:
-    """One to four turns, some with a system message, some of ShareGPT, some that end with a question."""
-    rows = []
-    for number in range(count):
-        turns = [
-            each for turn in range(1 + number % 4) for each in (user(f"What is {number}/{turn}?"), reply("It is."))
-        ]
-        row: Row = {"id": f"chat-{number}", "source": "test", "messages": turns}
-        if number % 3 == 0:
-            row["messages"] = [{"role": "system", "content": "Be brief."}, *turns[:-1]]
-        if number % 5 == 0:
-            row = {"id": row["id"], "conversations": [{"from": "human", "value": f"Say {number}."}], "score": number}
-        rows.append(row)
-    return rows
-
-
-def write(path: Path, rows: list[Row]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def rows_of(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def made(row: Row) -> list[Row]:
-    """The messages that were answered."""
-    return [message for message in row["messages"] if "finish" in message]
 
 
 class Fake:
@@ -215,14 +171,18 @@ def test_whatever_fails_the_file_is_that_of_an_undisturbed_run(
 def test_a_process_that_is_killed_goes_on_to_the_row(
     fake: Callable[..., Fake], place: Place, undisturbed: bytes
 ) -> None:
-    server = fake("--faults", 0.2, "--delay", 0.1, "--seed", 3)
-    for rows, number in ((5, signal.SIGKILL), (11, signal.SIGKILL), (16, signal.SIGINT)):
-        process = place.start(server.url, "--concurrency", 4)
+    server, frozen = fake("--faults", 0.2, "--delay", 0.1, "--seed", 3), fake("--freeze", 20)
+    for url, rows, number in (
+        (server.url, 5, signal.SIGKILL),
+        (server.url, 11, signal.SIGKILL),
+        (frozen.url, 14, signal.SIGINT),
+    ):
+        process = place.start(url, "--concurrency", 4, "--timeout", 60)
         place.until(rows, process)
         process.send_signal(number)
         began = time.monotonic()
         _, told = process.communicate()
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5
         assert not place.out.exists()
         assert "Traceback" not in told
         places = [json.loads(line)["place"] for line in place.journal.read_bytes().splitlines()[1:]]
@@ -234,7 +194,7 @@ def test_a_process_that_is_killed_goes_on_to_the_row(
     asked = server.seen()["asked"]
     place.run(server.url, "--concurrency", 4)
     assert place.out.read_bytes() == undisturbed
-    left = sum(len(made(row)) for row in rows_of(place.out)[16:])
+    left = sum(len(made(row)) for row in rows_of(place.out)[14:])
     assert server.seen()["asked"] - asked < 3 * left
 
 
@@ -259,6 +219,28 @@ def test_a_server_that_comes_late_and_dies_on_the_way(tiny_folder: Path, place: 
     finally:
         again.stop()
     assert place.out.read_bytes() == undisturbed
+
+
+def test_no_row_is_blamed_for_an_outage(tiny_folder: Path) -> None:
+    """It lasts longer than one row may fail, and ends with a server that fails on half of what it is asked."""
+    how, port = asking(tiny_folder, limit=20), free_port()
+    first = Fake(tiny_folder, "--port", port, "--delay", 0.3)
+    server = Server(first.url, 1, 5)
+    server.connect([talking("a", how)])
+    found: list[Any] = []
+    prompts = [(number, talking(f"a {number}", how)) for number in range(8)]
+    running = threading.Thread(target=lambda: found.extend(answer_by(server, prompts, 8)))
+    running.start()
+    time.sleep(0.1)
+    first.stop()
+    time.sleep(3)
+    second = Fake(tiny_folder, "--port", port, "--faults", 0.5)
+    try:
+        running.join(20)
+    finally:
+        second.stop()
+    assert sorted(place for place, _ in found) == list(range(8))
+    assert all(isinstance(each, Conversation) for _, each in found)
 
 
 def test_a_full_disk_is_one_error_and_the_run_goes_on_afterwards(
@@ -288,7 +270,7 @@ def test_prompts_that_the_server_fails_on_are_left_out_and_named(
         rows[number].pop("conversations", None)
     rows[7]["messages"] += [user("poison 400"), reply("It is.")]
     server = fake("--seed", 1)
-    prompts = write(place.folder / "poison.jsonl", [rows[1], *rows])
+    prompts = write(place.folder / "poison.jsonl", rows)
     told = place.run(server.url, "--concurrency", concurrency, prompts=prompts)
     assert "left out: 3 chats: chat-0 (server: The server refused a request. /generate: HTTP 400" in told
     assert "chat-5 (server" in told
@@ -334,6 +316,7 @@ def test_the_key_is_sent_and_never_told(
     monkeypatch.setenv("MINE", "sk-right")
     monkeypatch.delenv("OPENAI_API_KEY")
     told += place.run(server.url, "--key-env", "MINE", "--overwrite")
+    told += place.run(server.url.replace("//", "//me:sk-two@"), "--key-env", "MINE", "--overwrite")
     assert server.seen()["keys"] == [None, "Bearer sk-wrong", "Bearer sk-right"]
     for secret in ("sk-wrong", "sk-right", "sk-two"):
         assert secret not in told + place.out.read_text() + place.err
@@ -378,9 +361,7 @@ def test_packed_files_and_tables_are_the_same_rows(fake: Callable[..., Fake], pl
     place.run(url, prompts=packed, out=place.folder / "a.jsonl.gz")
     assert gzip.decompress((place.folder / "a.jsonl.gz").read_bytes()) == undisturbed
     rows = [{**row, "when": "now"} for row in chats(8)[1:5]]
-    table = pyarrow.Table.from_pylist(rows).append_column(
-        "day", pyarrow.array([time.gmtime(0)[0]] * 4, pyarrow.date32())
-    )
+    table = pyarrow.Table.from_pylist(rows).append_column("day", pyarrow.array([5] * 4, pyarrow.date32()))
     pyarrow.parquet.write_table(table, place.folder / "x.parquet")
     place.run(url, prompts=place.folder / "x.parquet", out=place.folder / "b.jsonl")
     found = rows_of(place.folder / "b.jsonl")
@@ -399,7 +380,7 @@ def test_answers_of_another_run_are_kept_from_this_one(fake: Callable[..., Fake]
     place.out.unlink()
     other = {**other, "release": "0.5.22", "sampling": {"temperature": 0.0, "max_new_tokens": 40}}
     hashed = hashlib.sha256(place.prompts.read_bytes()).hexdigest()
-    break_off(place.out, {"prompts": hashed, "last_only": False, "made": other}, {0: {"messages": []}})
+    break_off(place.out, {"prompts_sha256": hashed, "last_only": False, "made": other}, {0: {"messages": []}})
     told = place.fail(url)
     assert "The answers that are kept here are of another run." in told
     assert "found: max_new_tokens 40 (now 30), release 0.5.22 (now 0.5.23)\n" in told
@@ -506,165 +487,7 @@ def test_options_that_cannot_be_used_are_told(url: str | None, more: list[str], 
     assert told in place.fail(url, *more)
 
 
-# --- conversations
-
-
-def asking(folder: Path, **changes: Any) -> Asking:
-    tokenizer = load_tokenizer(folder)
-    return Asking(tokenizer, stop_ids(folder, tokenizer), **{"context": 512, **changes})
-
-
-def talk(chat: list[Row], how: Asking, answers: list[str | Answer]) -> Conversation:
-    """A conversation in which the target says `answers`; every prompt is asked for."""
-    talked = Conversation(Chat("x", chat, row={"messages": chat}), how)
-    for answer in answers:
-        assert talked.prompt is not None
-        text = answer if isinstance(answer, str) else ""
-        ids = how.tokenizer(text, add_special_tokens=False)["input_ids"]
-        talked.take(Answer([*ids, END], "stop") if isinstance(answer, str) else answer)
-    assert talked.prompt is None
-    return talked
-
-
-@pytest.mark.parametrize(
-    ("roles", "last_only", "answers", "found"),
-    [
-        ("ua", False, 1, "uA"),
-        ("u", False, 1, "uA"),
-        ("sua", False, 1, "suA"),
-        ("uaua", False, 2, "uAuA"),
-        ("uau", False, 2, "uAuA"),
-        ("uuaa", False, 1, "uuA"),
-        ("aua", False, 1, "auA"),
-        ("uas", False, 1, "uA"),
-        ("uasua", False, 2, "uAsuA"),
-        ("sa", False, 1, "sA"),
-        ("uata", False, 1, "uA"),
-        ("uata", True, 1, "uatA"),
-        ("uauaua", True, 1, "uauauA"),
-        ("suaua", True, 1, "suauA"),
-    ],
-)
-def test_which_messages_are_asked_and_which_answered(
-    roles: str, last_only: bool, answers: int, found: str, tiny_folder: Path
-) -> None:
-    names = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
-    chat = [{"role": names[role], "content": f"old {place}"} for place, role in enumerate(roles)]
-    talked = talk(chat, asking(tiny_folder, last_only=last_only), ["new"] * answers)
-    shown = "".join("A" if "finish" in each else each["role"][0] for each in talked.row()["messages"])
-    assert shown == found
-    assert [each["content"] for each in made(talked.row())] == ["new"] * answers
-
-
-@pytest.mark.parametrize(
-    ("answer", "after", "ended"),
-    [
-        (Answer([80, 81], "length"), "user", "cut"),
-        ("It is <|start|>tool", "user", "markers"),
-        (Answer(None, "stop", "", calls=[{"function": {"name": "f", "arguments": "{}"}}]), "user", "markers"),
-        ("It is.", "tool", "tool"),
-        ("word " * 600, "user", "context: a prompt of"),
-    ],
-)
-def test_a_chat_ends_where_no_next_prompt_can_be_made(
-    answer: str | Answer, after: str, ended: str, tiny_folder: Path
-) -> None:
-    chat = [user("a"), reply("b"), {"role": after, "content": "c"}, reply("d")]
-    row = talk(chat, asking(tiny_folder), [answer]).row()
-    assert str(row["ended"]).startswith(ended)
-    assert [each["role"] for each in row["messages"]] == ["user", "assistant"]
-
-
-@pytest.mark.parametrize("chat", [[], [reply("b")]])
-def test_a_chat_without_a_prompt_is_refused(chat: list[Row], tiny_folder: Path) -> None:
-    with pytest.raises(Exception, match="no prompt: "):
-        talk(chat, asking(tiny_folder), [])
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "reasoning"),
-    [
-        ("<think>\nfirst\n</think>\n\nthen", "then", "first"),
-        ("then </think> that", "then </think> that", None),
-        ("<think>never ends", "", "never ends"),
-    ],
-)
-def test_reasoning_stands_by_itself(text: str, content: str, reasoning: str | None, tiny_folder: Path) -> None:
-    (message,) = made(talk([user("a")], asking(tiny_folder), [text]).row())
-    assert (message["content"], message.get("reasoning_content")) == (content, reasoning)
-
-
-def test_every_seed_is_another_one() -> None:
-    seeds = [Sampling(0.5, seed).of(row, turn) for seed, row, turn in itertools.product(range(9), range(99), range(4))]
-    assert len(set(seeds)) == len(seeds)
-    assert all(0 <= seed < 2**31 for seed in seeds)
-
-
 # --- in this process
-
-
-@pytest.fixture(scope="module")
-def model(tiny_folder: Path) -> Any:
-    return load_target(tiny_folder, dtype="fp32", device="cpu")
-
-
-@pytest.mark.parametrize("pad", [True, False])
-def test_answers_here_are_those_of_the_engine_torch(pad: bool, tiny_folder: Path, model: Any) -> None:
-    """In batches of prompts of several lengths, in one of which a row has less room than the others."""
-    from redraft.engines.torch import TorchEngine
-
-    tokenizer = load_tokenizer(tiny_folder)
-    if not pad:
-        tokenizer.pad_token = None
-    stop = stop_ids(tiny_folder, tokenizer)
-    engine = TorchEngine(model, None, 0, stop)
-    known = [{"id": each, "messages": [user(f"Where would I find a {each}?")]} for each in ("lathe", "crow")]
-    rows = [*chats(14), *known, {"id": "long", "messages": [user("Tell me about the owl. " * 65)]}]
-    found = list(regenerate(model, tokenizer, rows, stop=stop, max_new_tokens=50, batch=6))
-    assert [row["id"] for row in found] == [row["id"] for row in rows]
-    finishes = set()
-    for row in found:
-        for turn, message in zip(given_turns(row["messages"]), made(row), strict=True):
-            own = engine.generate(turn.prompt, min(50, 512 - len(turn.prompt)))
-            assert (message["generated_ids"], message["finish"]) == (own.ids, own.finish)
-            finishes.add(own.finish)
-    assert finishes == {"stop", "length"}
-    (turn,) = given_turns(found[-1]["messages"])
-    assert len(turn.answer) == 512 - len(turn.prompt) < 50
-
-
-def test_an_interrupted_run_here_goes_on(tiny_folder: Path, model: Any, tmp_path: Path) -> None:
-    how = asking(tiny_folder, limit=10)
-    prompts = write(tmp_path / "p.jsonl", chats(12))
-
-    def interrupted(waiting: Any) -> Any:
-        yield from itertools.islice(answer_here(model, waiting, 3), 5)
-        raise RuntimeError
-
-    def run(name: str, answering: Any) -> bytes:
-        answer_files([prompts], tmp_path / name, how, answering, 0.0)
-        return (tmp_path / name).read_bytes()
-
-    whole = run("a.jsonl", lambda waiting: answer_here(model, waiting, 3))
-    with pytest.raises(RuntimeError):
-        run("b.jsonl", interrupted)
-    asked = []
-
-    def rest(waiting: Any) -> Any:
-        return answer_here(model, (asked.append(each[0]) or each for each in waiting), 3)  # type: ignore[func-returns-value]
-
-    assert run("b.jsonl", rest) == whole
-    assert len(asked) == 7
-
-
-def test_drawn_answers_here_follow_their_seed(tiny_folder: Path, model: Any) -> None:
-    def drawn(seed: int, batch: int) -> list[Row]:
-        how = asking(tiny_folder, limit=12, sampling=Sampling(1.5, seed))
-        talks = [Conversation(Chat(str(place), [user("What is an owl?")]), how) for place in range(4)]
-        return [each.row() for _, each in sorted(answer_here(model, enumerate(talks), batch), key=lambda each: each[0])]
-
-    assert drawn(1, 2) == drawn(1, 3) != drawn(2, 2)
-    assert len({str(row["messages"]) for row in drawn(1, 2)}) == 4
 
 
 def test_the_command_answers_in_this_process(place: Place) -> None:
@@ -687,12 +510,12 @@ def test_an_error_of_the_conversations_ends_the_threads(fake: Callable[..., Fake
     """Whatever the prompts raise comes out, and no thread is left that asks the server."""
     how = asking(tiny_folder, limit=9)
     server = Server(fake("--delay", 0.2).url, 2, 4)
-    server.connect(Conversation(Chat("x", [user("a")]), how))
+    server.connect([talking("a", how)])
     before = threading.active_count()
 
     def prompts() -> Iterator[tuple[int, Conversation]]:
         for number in range(30):
-            yield number, Conversation(Chat("x", [user(f"a {number}")]), how)
+            yield number, talking(f"a {number}", how)
         raise RedraftError("no more")
 
     with pytest.raises(RedraftError, match="no more"):

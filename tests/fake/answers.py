@@ -146,8 +146,9 @@ class Handler(BaseHTTPRequestHandler):
             served.seen["asked"] += 1
             served.seen["at once"] += 1
             served.seen["most at once"] = max(served.seen["most at once"], served.seen["at once"])
+            frozen = served.seen["asked"] > served.options.freeze
         try:
-            time.sleep(served.options.delay)
+            time.sleep(60 if frozen else served.options.delay)
             if not self._keyless():
                 self._answer(body)
         finally:
@@ -265,6 +266,7 @@ def main() -> None:
     parser.add_argument("--faults", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--delay", type=float, default=0.0)
+    parser.add_argument("--freeze", type=int, default=10**9, help="requests after which it hangs")
     parser.add_argument("--hang", type=float, default=2.0)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--key")

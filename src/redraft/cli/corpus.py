@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -218,9 +219,9 @@ def _by_server(
 
     key = os.environ.get(arguments.key_env)
     server = Server(arguments.url, arguments.timeout, arguments.patience, key, arguments.model)
-    first = next((each for _, each in conversations(arguments.prompts, asking) if not isinstance(each, Refused)), None)
-    if first is not None:
-        server.connect(first)
+    ready = (each for _, each in conversations(arguments.prompts, asking) if not isinstance(each, Refused))
+    if firsts := sorted(islice(ready, 32), key=lambda each: len(each.prompt or []))[:3]:
+        server.connect(firsts)
         named = " ".join(filter(None, (server.engine, server.release)))
         print(f"{named} at {server.shown}, {server.model}: {server.form.told}", flush=True)
     for line in server.notes:

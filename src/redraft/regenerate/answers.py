@@ -83,7 +83,7 @@ def answer_files(paths: list[Path], output: Path, asking: Asking, answering: Ans
         RedraftError: too many rows cannot be answered; another run, or one with other settings, writes this output.
     """
     count = sum(map(count_rows, paths))
-    run = {"prompts": " ".join(map(_hash, paths)), "last_only": asking.last_only, "made": asking.made}
+    run = {"prompts_sha256": " ".join(map(_hash, paths)), "last_only": asking.last_only, "made": asking.made}
     with answered(output, run) as done:
         try:
             told = _answer(paths, done, asking, answering, count, max_dropped)

@@ -1,5 +1,6 @@
 """The forms in which servers are asked for answers, and what they reply: ids in and out where the server can."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -117,6 +118,8 @@ def _of_sglang(reply: dict[str, Any]) -> Answer:
 
 def _of_openai(form: Form, reply: dict[str, Any], stop: frozenset[int]) -> Answer:
     choices, usage = reply.get("choices"), reply.get("usage")
+    usage = usage if isinstance(usage, dict) else {}
+    counted = _number(usage.get("completion_tokens"))
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict) or choice.get("finish_reason") not in ("stop", "length", "tool_calls"):
         raise ReplyError(NOT_WHOLE, choice or reply.get("error") or reply)
@@ -128,27 +131,32 @@ def _of_openai(form: Form, reply: dict[str, Any], stop: frozenset[int]) -> Answe
     finish = CUT if choice["finish_reason"] == "length" else "stop"
     ids = choice.get("token_ids") if form.ids_out else None
     if ids is not None:
-        ids = _with_end(_require_ids(ids), finish, choice.get("stop_reason"), stop)
+        ids = _with_end(_require_ids(ids), finish, choice.get("stop_reason"), counted, stop)
     elif form.ids_out or not (isinstance(text, str) or isinstance(calls, list)):
         raise ReplyError(NOT_WHOLE, f"no {'token_ids' if form.ids_out else 'text'}: {choice}")
-    told = usage if isinstance(usage, dict) else {}
     return Answer(
         ids,
         finish,
-        text if isinstance(text, str) else "",
-        reasoning if isinstance(reasoning, str) else "",
-        calls if isinstance(calls, list) else None,
-        tokens=len(ids) if ids is not None else _number(told.get("completion_tokens")) or 0,
-        prompt_tokens=_number(told.get("prompt_tokens")),
+        _sound(text) if isinstance(text, str) else "",
+        _sound(reasoning) if isinstance(reasoning, str) else "",
+        _sound(calls) if isinstance(calls, list) else None,
+        tokens=len(ids) if ids is not None else counted or 0,
+        prompt_tokens=_number(usage.get("prompt_tokens")),
     )
 
 
-def _with_end(ids: list[int], finish: str, reason: Any, stop: frozenset[int]) -> list[int]:
-    """`ids` with the marker that ended them: some servers leave it out of what the target wrote."""
-    if finish == CUT or (ids and ids[-1] in stop):
+def _with_end(ids: list[int], finish: str, reason: Any, counted: int | None, stop: frozenset[int]) -> list[int]:
+    """`ids` with the marker that ended them, where a server leaves it out but tells it, or counts it."""
+    if finish == CUT or (ids and (ids[-1] in stop or ids[-1] == reason)):
         return ids
-    ended = {reason} if type(reason) is int else stop
-    return [*ids, *ended] if len(ended) == 1 else ids
+    if type(reason) is int:
+        return [*ids, reason]
+    return [*ids, *stop] if counted == len(ids) + 1 and len(stop) == 1 else ids
+
+
+def _sound(value: Any) -> Any:
+    """`value` without halves of surrogate pairs, which no file and no tokenizer takes."""
+    return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
 def _require_ids(ids: Any) -> list[int]:

@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -20,7 +20,8 @@ INFO_SECONDS = 30.0
 LONGEST_PAUSE = 30.0
 FIRST_PAUSE = 0.5
 ATTEMPTS, TRIALS = 12, 5
-"""Of one request that the server fails on while it answers others; of one by which the form is found."""
+"""Of one request that the server fails on while it answers others; of one by which the form is found. It may be too
+busy for eight times as many."""
 PROBED = 32
 """Tokens of the answer by which the form is found."""
 NOTED_SECONDS = 5.0
@@ -79,31 +80,37 @@ class Server:
             raise RedraftError("The key cannot be sent.", found="characters that no key has")
         self.client = Client(base, self.seconds, self.key, environment=True)
 
-    def connect(self, first: Conversation) -> None:
-        """Find out what the server is, and the best form in which it answers `first`.
+    def connect(self, firsts: Sequence[Conversation]) -> None:
+        """Find out what the server is, and the best form in which it answers one of `firsts`.
 
         Raises:
             RedraftError: it does not answer, refuses the key, reads other tokens than it was sent, or has others.
         """
-        self._identify(bool(first.asking.sampling.temperature))
-        refused: list[str] = []
+        self._identify(bool(firsts[0].asking.sampling.temperature))
+        self._denied, refused = None, []
         for form in (SGLANG,) if self.engine == "sglang" else OPENAI:
-            trial = partial(self._ask, form, self._body(form, first, min(first.room, PROBED), 0), first)
-            try:
-                answer = self._patiently(trial)
-            except UnusableError as fault:
-                refused.append(f"{form.told}: {fault.detail}")
-                continue
-            self._require_same_tokens(first, answer)
-            self.form, self._trial = form, trial
-            expected = len(first.prompt or [])
-            if answer.prompt_tokens not in (None, expected):
-                self.notes.append(
-                    f"the server makes {answer.prompt_tokens} tokens of the first prompt, the target's template "
-                    f"{expected}: its answers are to other prompts than the drafter will see"
-                )
-            return
+            for first in firsts:  # one may be refused for itself
+                trial = partial(self._ask, form, self._body(form, first, min(first.room, PROBED), 0), first)
+                try:
+                    answer = self._patiently(trial)
+                except UnusableError as fault:
+                    told = f"{form.told}: {fault.detail}"
+                    continue
+                self._require_same_tokens(first, answer)
+                self.form, self._trial = form, trial
+                self._note_prompt(len(first.prompt or []), answer.prompt_tokens)
+                return
+            refused.append(told)
+        if self._denied:
+            raise self._refused_key(self._denied)
         raise RedraftError("The server gives no answer that can be used.", where=self.shown, found="; ".join(refused))
+
+    def _note_prompt(self, expected: int, found: int | None) -> None:
+        if found not in (None, expected):
+            self.notes.append(
+                f"the server makes {found} tokens of the first prompt, the target's template {expected}: "
+                "its answers are to other prompts than the drafter will see"
+            )
 
     def _identify(self, sampled: bool) -> None:
         """Engine, release, model and context, as far as the server tells them."""
@@ -190,26 +197,29 @@ class Server:
             UnusableError, RedraftError: see `request`.
         """
         longest = min(LONGEST_PAUSE, self.patience / 20)
-        pause, since, attempts = min(FIRST_PAUSE, longest), 0.0, 0
+        pause, since, blame = min(FIRST_PAUSE, longest), 0.0, 0.0
         while not self.stopped.is_set():
+            began = time.monotonic()
             try:
                 found = ask()
                 self._last = time.monotonic()
                 return found
             except ReplyError as fault:
                 since = since or time.monotonic()
-                attempts += fault.status not in _BUSY
-                self._require_hope(fault, since, attempts)
+                self._require_hope(fault, since)
+                if self._works(fault, began):
+                    blame += 1 / 8 if fault.status in _BUSY else 1
+                if blame >= (TRIALS if self._trial is None else ATTEMPTS):
+                    raise UnusableError("server", self._told(fault)) from fault
                 # spread, so that many clients do not come back at one moment
                 wait = max(fault.retry_after or 0.0, pause * random.uniform(0.5, 1.0))
                 self.stopped.wait(min(wait, longest))
                 pause = min(2 * pause, longest)
         raise UnusableError("server", "stopped")
 
-    def _require_hope(self, fault: ReplyError, since: float, attempts: int) -> None:
-        """Give up what has failed `attempts` times in the time from `since` on, if that is final."""
-        status, passed = fault.status or 0, time.monotonic() - since
-        told = f"{fault.what} {self._hidden(fault)}"
+    def _require_hope(self, fault: ReplyError, since: float) -> None:
+        """Give up what cannot get better, and a server that gives no answer any more; `since` is the first fault."""
+        status, first = fault.status or 0, self._trial is None
         if "CERTIFICATE_VERIFY_FAILED" in str(fault.__cause__):
             raise RedraftError(
                 "The server's certificate is not trusted here.",
@@ -217,28 +227,26 @@ class Server:
                 found=self._hidden(fault),
                 fix="name the file of its authority: REQUESTS_CA_BUNDLE=FILE",
             ) from fault
-        if status in _KEY:
-            if self._trial and self._works(fault, time.monotonic()):  # a gateway that refuses this one alone
-                raise UnusableError("server", told) from fault
-            raise self._refused_key(fault) from fault
-        first = self._trial is None
-        # SGLang is there by now: a gateway says that it is not found
+        # SGLang is there by now: if it is not found, that is a gateway's word
         refused = 400 <= status < 500 and status not in _BUSY and (status, self.engine) != (404, "sglang")
-        final = status in _REFUSED or (first and refused)
-        if final or (attempts >= (TRIALS if first else ATTEMPTS) and self._works(fault, since)):
-            raise UnusableError("server", told) from fault
-        if passed > self.patience:
-            if self._last > since:
-                raise UnusableError("server", told) from fault
-            raise self._gone(told) from fault
+        if status in _KEY:
+            self._denied = fault
+            if status == 401 or not (first or self._works(fault, time.monotonic())):
+                raise self._refused_key(fault) from fault
+            raise UnusableError("server", self._told(fault)) from fault  # a gateway that refuses this one alone
+        if status in _REFUSED or (first and refused):
+            raise UnusableError("server", self._told(fault)) from fault
+        if time.monotonic() - max(self._last, since) > self.patience:
+            raise self._gone(fault) from fault
         with self._lock:
-            if passed > min(NOTED_SECONDS, self.patience / 2) and self._noted <= self._last < since:
+            silent = time.monotonic() - since > min(NOTED_SECONDS, self.patience / 2)
+            if silent and self._noted <= self._last < since:
                 self._noted = time.monotonic()
-                note(f"waiting for {self.shown}, {self.patience:.0f} s at most: {told}")
+                note(f"waiting for {self.shown}, {self.patience:.0f} s at most: {self._told(fault)}")
 
-    def _works(self, fault: ReplyError, since: float) -> bool:
-        """Whether the server answers others, so that it is this one that it fails on."""
-        if self._last > since:
+    def _works(self, fault: ReplyError, began: float) -> bool:
+        """Whether the server answers others, so that it failed from `began` on because of what it was asked."""
+        if self._last > began:
             return True
         if self._trial is None:
             return fault.status in (_OK, 404, 500, 501)
@@ -260,15 +268,19 @@ class Server:
                 text = text.replace(marker, "")
             return "".join(text.replace("\ufffd", "").split())
 
-        here, there = letters(tokenizer.decode(answer.ids)), letters(answer.text)
-        if here != there:
+        ways, there = (answer.ids, answer.ids[:-1]), letters(answer.text)  # with its end, and without
+        here = [letters(tokenizer.decode(ids)) for ids in ways]
+        if there not in here:
             raise RedraftError(
                 "The server's tokens mean another text here: it serves another model than the profile's target.",
                 where=f"{self.shown}, {self.model}",
                 expected=repr(there[:60]),
-                found=repr(here[:60]),
+                found=repr(here[0][:60]),
                 fix="give the address of a server of this target, or the profile of that one",
             )
+
+    def _told(self, fault: ReplyError) -> str:
+        return f"{fault.what} {self._hidden(fault)}"
 
     def _hidden(self, fault: ReplyError) -> str:
         """What was found, without the key: a server may repeat it."""
@@ -282,11 +294,11 @@ class Server:
             fix="set the environment variable that --key-env names (OPENAI_API_KEY)",
         )
 
-    def _gone(self, told: str) -> RedraftError:
+    def _gone(self, fault: ReplyError) -> RedraftError:
         return RedraftError(
             "The server does not answer.",
             where=self.shown,
-            found=told,
+            found=self._told(fault),
             cause=f"no answer for {self.patience:.0f} s (--patience)",
             fix="start it, then run the same command: what was answered is kept",
         )

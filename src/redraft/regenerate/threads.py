@@ -42,7 +42,7 @@ def answer_by(
         elif not isinstance(answer, UnusableError):
             raise answer
         elif conversation.answers:
-            conversation.end(str(answer))
+            conversation.end("server")
         else:
             return place, Refused(conversation.chat.id, str(answer))
         if conversation.prompt is None:
