@@ -73,15 +73,16 @@ class Place:
     """A folder with prompts, in which the command runs."""
 
     def __init__(self, folder: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self.target, self.capsys = folder, target, capsys
+        self.folder, self.capsys = folder, capsys
+        self.target: Path | None = target
         self.prompts = write(folder / "prompts.jsonl", chats(30))
         self.out = folder / "out.jsonl"
         self.journal = folder / ".out.jsonl.answered"
 
     def arguments(self, url: str | None, *more: object, **files: Path) -> list[str]:
         prompts, out = files.get("prompts", self.prompts), files.get("out", self.out)
-        given: list[object] = ["regenerate", prompts, "--profile", "tiny", "--target", self.target]
-        given += ["--output", out, "--max-new-tokens", 30]
+        given: list[object] = ["regenerate", prompts, "--profile", "tiny", "--output", out, "--max-new-tokens", 30]
+        given += ["--target", self.target] if self.target else []
         given += ["--url", url, "--timeout", 1, "--patience", 4] if url else []
         return list(map(str, [*given, *more]))
 
@@ -336,6 +337,8 @@ def test_a_certificate_is_trusted_by_the_environment_alone(
     began = time.monotonic()
     assert "REQUESTS_CA_BUNDLE" in place.fail(server.url, "--patience", 60)
     assert time.monotonic() - began < 5
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "nowhere.pem")
+    assert "nowhere.pem" in place.fail(server.url, "--patience", 60)
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(files[1]))
     assert "30 chats" in place.run(server.url)
 
@@ -498,6 +501,24 @@ def test_the_command_answers_in_this_process(place: Place) -> None:
     assert rows[0]["made"]["engine"] == "transformers"
     assert {"release", "dtype", "target", "tokenizer", "template", "sampling"} <= rows[0]["made"].keys()
     assert len({json.dumps(row["made"]) for row in rows}) == 1
+
+
+def test_the_target_is_found_by_the_profile(
+    fake: Callable[..., Fake], place: Place, tiny_folder: Path, undisturbed: bytes
+) -> None:
+    """What the target stage made, and a folder; of a server's target nothing but the tokenizer is read."""
+    url, place.target = fake().url, None
+    (place.folder / "artifacts").mkdir()
+    shutil.copytree(tiny_folder, place.folder / "artifacts/target", ignore=shutil.ignore_patterns("*.safetensors"))
+    (place.folder / "artifacts/target/target.json").write_text('{"source": "fit:tiny", "revision": null}')
+    place.run(url)
+    assert place.out.read_bytes() == undisturbed
+    (place.folder / "profiles").unlink()
+    (place.folder / "profiles").mkdir()
+    text = (ROOT / "profiles/tiny.yaml").read_text().replace("fit:tiny", str(tiny_folder))
+    (place.folder / "profiles/tiny.yaml").write_text(text)
+    place.run(url, "--overwrite")
+    assert place.out.read_bytes() == undisturbed
 
 
 def test_a_target_of_another_source_is_refused(place: Place, tiny_folder: Path) -> None:

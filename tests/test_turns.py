@@ -180,29 +180,35 @@ def asked_by(prompt: list[int], stop: set[int]) -> Conversation:
     return asked
 
 
-ids = st.none() | st.lists(st.integers(-2, 9), max_size=3) | st.text(max_size=2)
-some = ids | st.integers(0, 3) | st.sampled_from(["stop", "length", "tool_calls", "abort", "\ud800"]) | st.just({})
-finishes = some | st.fixed_dictionaries({"type": some}, optional={"matched": some})
+odd = st.none() | st.text(max_size=2) | st.integers(-1, 3) | st.just({}) | st.just("\ud800") | st.just([[]])
+
+
+def mostly(usual: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.integers(0, 20).flatmap(lambda draw: odd if draw == 20 else usual)
 
 
 def shape(**parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """An object with some of these parts, now and then another value."""
-    return st.fixed_dictionaries({}, optional=parts) | some
+    """An object with these parts, now and then another value."""
+    return mostly(st.fixed_dictionaries(parts))
 
 
+ids = mostly(st.lists(st.integers(0, 9), min_size=1, max_size=2)) | st.lists(st.integers(-2, 9), max_size=3)
+some = mostly(st.sampled_from(["a", "\ud800", 1, 2]))
+kinds = mostly(st.sampled_from(["stop", "length", "tool_calls", "abort"]))
 replies = shape(
     output_ids=ids,
     text=some,
-    meta_info=shape(finish_reason=finishes, completion_tokens=some, prompt_tokens=some),
+    meta_info=shape(finish_reason=shape(type=kinds, matched=some), completion_tokens=some, prompt_tokens=some),
     usage=shape(prompt_tokens=some, completion_tokens=some),
     choices=st.lists(
         shape(
             token_ids=ids,
             text=some,
-            finish_reason=finishes,
+            finish_reason=kinds,
             stop_reason=some,
             message=shape(content=some, reasoning=some, tool_calls=st.lists(shape(function=some), max_size=2)),
         ),
+        min_size=1,
         max_size=2,
     ),
 )

@@ -110,7 +110,7 @@ def _of_sglang(reply: dict[str, Any]) -> Answer:
     return Answer(
         _require_ids(found.ids),
         found.finish,
-        text if isinstance(text, str) else "",
+        _sound(text) if isinstance(text, str) else "",
         tokens=len(found.ids),
         prompt_tokens=_number(meta.get("prompt_tokens")),
     )

@@ -220,7 +220,7 @@ class Server:
     def _require_hope(self, fault: ReplyError, since: float) -> None:
         """Give up what cannot get better, and a server that gives no answer any more; `since` is the first fault."""
         status, first = fault.status or 0, self._trial is None
-        if "CERTIFICATE_VERIFY_FAILED" in str(fault.__cause__):
+        if any(word in str(fault.__cause__) for word in ("CERTIFICATE_VERIFY_FAILED", "CA certificate bundle")):
             raise RedraftError(
                 "The server's certificate is not trusted here.",
                 where=self.shown,
