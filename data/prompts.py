@@ -1,4 +1,4 @@
-"""Write the prompts of the shipped corpora: `python data/prompts.py smollm` (or `tiny`), then `redraft regenerate`.
+"""The prompts of the shipped corpora; `data/make.py` has them answered.
 
 Two subjects, so that the donor's draft vocabulary and the new one really differ: the donor knows everyday life with a
 little school science and first programs, the target is asked about computing and science. Held-out prompts use the
@@ -6,9 +6,7 @@ same forms of question on topics that no training prompt has.
 """
 
 import itertools
-import json
-import sys
-from pathlib import Path
+from typing import Any
 
 EVERYDAY = {
     "How do I cook {} at home? Give me the steps.": """
@@ -178,6 +176,57 @@ HELDOUT = {
         set theory|operations research|electronics|medicine|algorithms""",
 }
 
+AGAIN = {
+    "What do beginners get wrong about {}?": (
+        "What should I know about {} to stay healthy?",
+        "Give me advice about {}.",
+    ),
+    "Name three facts about {}.": (
+        "Tell me about the life of {} in the wild.",
+        "Describe a visit to {} for a traveller.",
+    ),
+    "What do I need to buy for {}?": ("How do I cook {} at home? Give me the steps.",),
+    "Why does {} matter to people today?": (
+        "Explain what happened in {} and why people remember it.",
+        "How did {} change the way people live?",
+    ),
+    "How would you explain {} to a grandmother?": (
+        "Explain {} to someone who has never used one.",
+        "Explain {} to a curious child.",
+    ),
+    "Give me one tip about {}.": (
+        "How do I care for {} in my garden?",
+        "I am new to {}. What do I need to know?",
+    ),
+    "When should a programmer use {}, and when not?": ("Explain {} to a programmer and give an example.",),
+    "Define {} and give one example.": (
+        "What is {} in mathematics? Show how it is used.",
+        "Explain the physics of {}.",
+    ),
+    "What is {} good for in practice?": (
+        "Describe {} as a chemistry teacher would.",
+        "What are the key ideas of {}?",
+    ),
+    "What can go wrong with {}?": (
+        "How does {} work inside a computer?",
+        "How do engineers use {}, and what are its limits?",
+    ),
+    "Which tests would you write for a Python function that {}?": (
+        "Write a Python function that {}. Explain how it works.",
+    ),
+}
+"""Forms that are asked about the topics of others."""
+
+BRIEF = ("Be brief.", "Answer in two or three sentences.")
+"""So that a small model comes to an end: at its own pace every second answer is longer than a corpus for a laptop."""
+GO_ON = (
+    "Now say that in one sentence.",
+    "Give me one more example.",
+    "Why does that matter?",
+    "What is its main limit?",
+)
+EVERY = 4  # the fourth chat goes on with a second turn
+
 CORPORA = {"donor": EVERYDAY, "train": COMPUTING, "heldout": HELDOUT}
 
 
@@ -195,6 +244,21 @@ def compose(forms: dict[str, str]) -> list[tuple[str, str]]:
     return [prompt for row in itertools.zip_longest(*columns) for prompt in row if prompt is not None]
 
 
+def chat(number: int, prompt: str) -> list[dict[str, str]]:
+    """The messages of one chat, its answers empty."""
+    asked = [f"{prompt} {BRIEF[number % len(BRIEF)]}"]
+    if number % EVERY == EVERY - 1:
+        asked.append(GO_ON[number // EVERY % len(GO_ON)])
+    turns = [({"role": "user", "content": text}, {"role": "assistant", "content": ""}) for text in asked]
+    return [message for turn in turns for message in turn]
+
+
+def again(forms: dict[str, str]) -> dict[str, str]:
+    """The forms of `AGAIN`, with the topics that `forms` has for them."""
+    found = {form: "|".join(forms[other] for other in others if other in forms) for form, others in AGAIN.items()}
+    return {form: line for form, line in found.items() if line}
+
+
 def tiny() -> dict[str, list[tuple[str, str]]]:
     """Questions of the generated world of `redraft.target.tiny`; every fourth question on tools is held out."""
     from redraft.target.tiny import chats
@@ -207,18 +271,24 @@ def tiny() -> dict[str, list[tuple[str, str]]]:
     }
 
 
-if __name__ == "__main__":
-    profile = sys.argv[1]
-    corpora = tiny() if profile == "tiny" else {name: compose(forms) for name, forms in CORPORA.items()}
+def rows(profile: str) -> dict[str, list[dict[str, Any]]]:
+    """Rows to answer, by split."""
+    corpora = (
+        tiny()
+        if profile == "tiny"
+        else {name: compose(forms) + compose(again(forms)) for name, forms in CORPORA.items()}
+    )
     both = topics(HELDOUT) & topics(COMPUTING)
     assert not both, f"held-out topics that are trained on: {both}"
+    found = {}
     for name, prompts in corpora.items():
         assert len(set(prompts)) == len(prompts), name
-        path = Path(__file__).parent / profile / f"{name}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        rows = [
-            {"id": f"{name}-{number:03d}", "source": source, "messages": [{"role": "user", "content": prompt}]}
-            for number, (source, prompt) in enumerate(prompts)
+        messages = [
+            [{"role": "user", "content": prompt}] if profile == "tiny" else chat(number, prompt)
+            for number, (_, prompt) in enumerate(prompts)
         ]
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        print(path, len(rows))
+        found[name] = [
+            {"id": f"{name}-{number:03d}", "source": source, "messages": messages[number]}
+            for number, (source, _) in enumerate(prompts)
+        ]
+    return found

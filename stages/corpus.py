@@ -6,14 +6,15 @@ from pathlib import Path
 from redraft.corpus.build import build_split
 from redraft.corpus.chat import show_sample
 from redraft.corpus.corpus import read_corpus
+from redraft.corpus.files import require_files
 from redraft.corpus.prompts import require_apart
-from redraft.corpus.rows import require_files
 from redraft.corpus.tokenizer import load_tokenizer
 from redraft.frame import atomic
 from redraft.frame.params import Config
 from redraft.frame.stage import Result, run
 from redraft.frame.store import store_root
 from redraft.target.ends import target_hash
+from redraft.target.facts import read_facts
 
 OUT, TARGET = Path("artifacts/corpus"), Path("artifacts/target")
 LEAST_HELDOUT = 8  # documents: below that an interval over packed rows tells nothing
@@ -35,6 +36,7 @@ def main(config: Config) -> Result:
             load=load,
             scratch=store_root() / "corpus",
             target=target,
+            rows=read_facts(TARGET).vocab,
         )
     prompts = {split: each.prompts for split, each in splits.items()}
     leaks = require_apart(prompts, params.max_leaks, params.max_repeated, data)

@@ -9,7 +9,7 @@ from redraft.frame.errors import some
 from redraft.frame.params import Config
 from redraft.frame.stage import Result, run
 from redraft.target.ends import read_ends
-from redraft.vocab.build import build, count_tokens, coverage, write_vocab
+from redraft.vocab.build import build, count_tokens, coverage, coverage_by_source, write_vocab
 from redraft.vocab.mapping import Ids, Mapping
 
 TARGET = Path("artifacts/target")
@@ -21,9 +21,10 @@ def count_corpus(corpus: Corpus, rows: int) -> Ids:
 
 
 def by_source(corpus: Corpus, mapping: Mapping) -> dict[str, float]:
-    parts = {source or "unnamed": corpus.part(indices) for source, indices in corpus.by_source().items()}
-    rows = mapping.vocab_size
-    return {source: round(coverage(mapping, count_corpus(part, rows)), 6) for source, part in parts.items()}
+    found = coverage_by_source(
+        mapping, corpus.input_ids.numpy(), corpus.loss_mask.numpy(), corpus.offsets.numpy(), corpus.sources
+    )
+    return {source or "unnamed": round(share, 6) for source, share in found.items()}
 
 
 def main(config: Config) -> Result:

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -208,6 +209,16 @@ def states(
 @pytest.fixture
 def ends(llama_folder: Path) -> Ends:
     return read_ends(llama_folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _modules_of_others(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A tokenizer's own code is copied before it runs: into one folder of these tests, not into the user's cache."""
+    folder = str(tmp_path_factory.mktemp("modules"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_MODULES_CACHE", folder)
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", folder)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kimi.folder import kimi_folder
 from ruamel.yaml import YAML
 
 from redraft.cli import main
@@ -198,3 +199,13 @@ def test_the_default_project_has_nothing_to_tell() -> None:
     found = check(load_config(ROOT), ROOT)
     assert found.faults == []
     assert found.notes == []
+
+
+def test_a_tokenizer_of_python_code_runs_if_the_profile_lets_it(mine: Path) -> None:
+    kimi_folder(mine / "models/target")
+    assert "Python code of its own" in faults(mine)
+    edit(mine, target__trust_remote_code=True)
+    found = check(load_config(profile="mine"), mine, deep=True)
+    assert (found.faults, found.lines[-1]) == ([], f"draft vocabulary: {SLOTS} slots, 276 of them forced in")
+    (mine / "models/target/tokenization_small.py").unlink()
+    assert "tokenization_small.py" in faults(mine, deep=False)

@@ -3,6 +3,7 @@
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from redraft.corpus.chat import Sample
-from redraft.corpus.corpus import Corpus, gather, read_corpus, tokenize_file, write_corpus
+from redraft.corpus.build import tokenize_file
+from redraft.corpus.corpus import Corpus, read_corpus, write_corpus
 from redraft.corpus.tokenizer import load_tokenizer
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import CorpusParams, ExtractParams
@@ -29,13 +30,17 @@ LENGTHS = [7, 3, 12, 5, 9, 30, 1, 4]
 
 def corpus_of(lengths: list[int], seed: int = 0) -> Corpus:
     torch.manual_seed(seed)
-    samples = {
-        f"s{number}": Sample(
-            torch.randint(VOCAB, (length,)).tolist(), [0] * (length // 3) + [1] * (length - length // 3)
-        )
-        for number, length in enumerate(lengths)
-    }
-    return gather(samples, {"file": "x", "seed": seed}, 1.0)[0]
+    ids = [torch.randint(VOCAB, (length,)) for length in lengths]
+    return corpus_from({f"s{n}": (each, [0] * (len(each) // 3)) for n, each in enumerate(ids)}, seed=seed)
+
+
+def corpus_from(documents: dict[str, tuple[Any, list[int]]], **identity: object) -> Corpus:
+    """Documents by name: ids, and the beginning of a loss mask that goes on with 1."""
+    ids = [torch.as_tensor(each, dtype=torch.int32) for each, _ in documents.values()]
+    masks = [torch.tensor([*mask, *[1] * (len(each) - len(mask))]) for each, mask in documents.values()]
+    lengths = torch.tensor([0, *map(len, ids)]).cumsum(0)
+    named = {**identity, "content": [each.tolist() for each in ids]}
+    return Corpus(torch.cat(ids), torch.cat(masks).byte(), lengths, list(documents), [""] * len(ids), named)
 
 
 @pytest.fixture
@@ -219,28 +224,14 @@ def test_a_corpus_is_read_as_written_and_knows_what_it_was_made_of(tiny_folder: 
     assert again.identity == corpus.identity
     assert again.sources == corpus.sources == ["tools"] * 8
     assert again.by_source() == {"tools": list(range(8))}
-    assert again.identity.keys() == {"file", "tokenizer", "template", "max_length", "max_samples", "sha256", "content"}
-    assert counts == {
-        "samples": 8,
-        "tokens": len(again.input_ids),
-        "supervised": int(again.loss_mask.sum()),
-        "dropped": 0,
-    }
+    assert again.identity.keys() == {"files", "tokenizer", "template", "max_length", "max_samples", "cut", "content"}
+    told = {"tokens": len(again.input_ids), "supervised": int(again.loss_mask.sum()), "dropped": 0}
+    assert {name: counts[name] for name in told} == told
+    assert counts["samples"] == counts["chats"] == 8
     assert tokenizer.decode(again.prompt(0)).endswith("<|start|>assistant\n")
     part = again.part(range(2, 4))
     assert part.samples == again.samples[2:4]
     assert torch.equal(part.document(1)[0], again.document(3)[0])
-
-
-def test_samples_without_an_answer_are_dropped_until_they_are_too_many() -> None:
-    empty, full = Sample([1, 2], [0, 0], "truncated"), Sample([1, 2], [0, 1])
-    samples = {str(number): empty if number < 3 else full for number in range(10)}
-    corpus, dropped = gather(samples, {"file": "x"}, 0.3)
-    assert (len(corpus), dropped) == (7, {"truncated": 3})
-    with pytest.raises(RedraftError, match=r"3 of 10.*truncated"):
-        gather(samples, {"file": "x"}, 0.2)
-    with pytest.raises(RedraftError):
-        gather({"0": empty}, {"file": "x"}, 1.0)
 
 
 def test_a_share_of_the_samples_is_spread_over_the_file(tiny_folder: Path) -> None:

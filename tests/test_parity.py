@@ -1,5 +1,6 @@
 """Parity and diagnosis: faults planted in an engine are told apart by what it accepts (cases C16, C20)."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,17 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from redraft.acceptance import Steps
+from redraft.corpus.build import tokenize_file
 from redraft.corpus.corpus import read_corpus
+from redraft.corpus.tokenizer import load_tokenizer
 from redraft.drafter.checkpoint import Checkpoint, read_checkpoint
 from redraft.engines.engine import Generation
 from redraft.engines.open import Models
 from redraft.engines.torch import TorchEngine
 from redraft.frame.errors import RedraftError
+from redraft.frame.profile import CorpusParams
 from redraft.probe.parity import (
     LEAST_GAP,
     agreeing,
@@ -30,6 +35,7 @@ from redraft.probe.parity import (
 )
 from redraft.probe.probe import Comparison
 from redraft.probe.replay import Replay, _changed, _PostNorm
+from redraft.regenerate.local import regenerate
 from redraft.target.model import Target, load_target
 from redraft.vocab.mapping import Mapping
 
@@ -74,6 +80,28 @@ def test_a_good_drafter_is_served_as_the_walk_says(models: Models, prompts: list
     again = hold_against_models(outputs, STEPS, models, models.draft.mapping, here=False)
     assert again is not None
     assert again["difference"] == 0.0
+
+
+def test_a_corpus_of_ids_is_walked_as_it_is_served(models: Models, project: Path, tmp_path: Path) -> None:
+    """Answers that were never text: what is trained on is what the engine gives, and accepted drafts agree exactly."""
+    tokenizer = load_tokenizer(project / "artifacts/target")
+    asked = [json.loads(line) for line in (ROOT / "data/tiny/heldout.jsonl").read_text().splitlines()]
+    for row in asked:
+        row["messages"] += [{"role": "user", "content": "Where would I find a pump?"}]
+    made = regenerate(models.target, tokenizer, asked, stop=STOP, max_new_tokens=TOKENS, batch=1)
+    (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    corpus, told = tokenize_file(tmp_path / "heldout.jsonl", tokenizer, CorpusParams(max_length=500, max_dropped=0.0))
+    turns = []
+    for index in range(len(corpus)):
+        ids, mask = (each.tolist() for each in corpus.document(index))
+        starts = [at for at in range(1, len(mask)) if mask[at] > mask[at - 1]]
+        ends = [at for at in range(1, len(mask) + 1) if mask[at - 1] > (mask[at] if at < len(mask) else 0)]
+        turns += [(ids[:start], ids[start:end]) for start, end in zip(starts, ends, strict=True)]
+    assert len(turns) == told["turns"] > len(asked)
+    outputs = served(models.target, models.draft, [prompt for prompt, _ in turns])
+    assert [row[1].ids for row in outputs.answers] == [answer for _, answer in turns]
+    replay = Replay(models.target, models.draft, STEPS, [([*prompt, *ids], len(prompt)) for prompt, ids in turns])
+    assert replay.counts().tolist() == counts([row[2] for row in outputs.answers], STEPS, every=False).tolist()
 
 
 def planted(models: Models, fault: str) -> tuple[Target, Checkpoint]:

@@ -7,9 +7,8 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import some_checkpoint
-from test_hidden import PARAMS
+from test_hidden import PARAMS, corpus_from
 
-from redraft.corpus.corpus import Sample, gather
 from redraft.frame.device import resolve
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import FitParams, LossParams
@@ -148,8 +147,9 @@ def test_the_fullest_rows_are_those_with_the_most_positions_asked(
     """D A8: a row of 64 tokens with 4 counted positions was tried before one of 63 with 59."""
     monkeypatch.setenv("REDRAFT_STORE", str(tmp_path / "store"))
     few, many = [0] * 60 + [1] * 4, [0] * 4 + [1] * 59
-    samples = {name: Sample([3] * len(mask), mask) for name, mask in (("few", few), ("many", many), ("x", [0, 1, 1]))}
-    corpus, _ = gather(samples, {"file": "x"}, 1.0)
+    corpus = corpus_from(
+        {name: ([3] * len(mask), mask) for name, mask in (("few", few), ("many", many), ("x", [0, 1, 1]))}
+    )
     manifest = extract(target, "x", {"train": corpus, "heldout": corpus}, PARAMS)
     states = HiddenStates(manifest, "train")
     rows = PackedRows(states, 64)

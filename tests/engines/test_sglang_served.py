@@ -14,7 +14,8 @@ from conftest import ROOT, make_project
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config
 
-from redraft.corpus.corpus import read_corpus, tokenize_file, write_corpus
+from redraft.corpus.build import tokenize_file
+from redraft.corpus.corpus import read_corpus, write_corpus
 from redraft.corpus.tokenizer import load_tokenizer
 from redraft.drafter.checkpoint import read_checkpoint, write_checkpoint
 from redraft.engines.engine import Generation, serving

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from redraft.regenerate.conversation import Asking
 
 MADE = Path("artifacts/target")
-HERE = {"batch": 40}
+HERE = {"batch": 40, "precision": "auto"}
 SERVED = {"concurrency": 64, "model": None, "key_env": "OPENAI_API_KEY", "timeout": 3600, "patience": 600}
 """Defaults of options that count in this process alone, and of those that count with `--url` alone."""
 RANGES = {
@@ -54,6 +54,11 @@ def add_to(commands: Commands) -> None:
     )
     answer.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     answer.add_argument("--seed", type=int, help="of answers that are drawn, with --temperature (default 0)")
+    answer.add_argument(
+        "--precision",
+        choices=("auto", "bf16", "fp32"),
+        help="in this process; auto is bf16 where the machine multiplies it (default)",
+    )
     answer.add_argument("--batch", type=int, help=f"in this process: prompts at once (default {HERE['batch']})")
     server = answer.add_argument_group("by a running server, SGLang or any with OpenAI's completions")
     server.add_argument("--url", help="its address, http(s)://HOST:PORT; without it the target runs in this process")
@@ -181,19 +186,21 @@ def _here(
     """Answers in this process; the target is loaded when the prompts are found to be good."""
     from dataclasses import replace
 
+    from redraft.frame.device import resolve
     from redraft.regenerate.local import answer_here
     from redraft.target.ends import target_hash
     from redraft.target.model import load_target
 
+    dtype = resolve(arguments.precision)
     made = {
         "engine": "transformers",
         "release": version("transformers"),
-        "dtype": "bf16",
+        "dtype": dtype,
         "target": target_hash(folder),
     }
 
     def answering(waiting: "Iterator[Numbered]") -> "Iterator[Numbered]":
-        target = load_target(folder, dtype="bf16", trust_remote_code=profile.target.trust_remote_code)
+        target = load_target(folder, dtype=dtype, trust_remote_code=profile.target.trust_remote_code)
         yield from answer_here(target, waiting, arguments.batch)
 
     return replace(asking, made={**made, **asking.made}), answering

@@ -13,6 +13,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,9 @@ import numpy as np
 
 from redraft.corpus.chat import AS_IT_IS, template_record
 from redraft.corpus.corpus import Corpus, read_corpus, write_arrays
+from redraft.corpus.files import Raw, count_rows, name_of, raw_rows
 from redraft.corpus.parts import Part, Settings, Told, begin, read_part, work
 from redraft.corpus.prompts import Prompts
-from redraft.corpus.rows import Raw, count_rows, name_of, raw_rows
 from redraft.corpus.tokenizer import require_markers, tokenizer_hash
 from redraft.frame.errors import RedraftError, some
 from redraft.frame.profile import CorpusParams, TemplateParams
@@ -43,7 +44,8 @@ class Split:
     """A split that was written."""
 
     counts: dict[str, Any]
-    """For the metrics: chats, samples, turns, tokens, supervised, cut, dropped, and by reason."""
+    """For the metrics: chats, samples (documents), turns (answers that are trained on), tokens, supervised (of these),
+    generated (chats with ids), cut (of the turns), left_out (answers that are not), dropped (rows), and by reason."""
     prompts: Prompts
 
 
@@ -57,11 +59,12 @@ def build_split(
     load: Callable[[], Any] | None = None,
     scratch: Path | None = None,
     target: str | None = None,
+    rows: int | None = None,
 ) -> Split:
     """Tokenise files of chats into the file `out`.
 
     Args:
-        paths: of one kind, see `redraft.corpus.rows`; none gives an empty split.
+        paths: of one kind, see `redraft.corpus.files`; none gives an empty split.
         out: safetensors file, see `redraft.corpus.corpus`.
         tokenizer: the target's.
         params: limits.
@@ -69,6 +72,7 @@ def build_split(
         load: makes the tokenizer in another process; without it everything is done in this one.
         scratch: folder that keeps what is done until the end; a temporary one without it.
         target: hash of the target, to count answers of another one.
+        rows: V, to leave out chats with ids that the target does not have.
 
     Raises:
         RedraftError: a file that cannot be read, nothing is left, or the dropped share passes `params.max_dropped`.
@@ -76,27 +80,42 @@ def build_split(
     if paths:
         require_markers(tokenizer)
     identity = _identity(paths, tokenizer, params, how)
-    settings = Settings(params, how, identity["tokenizer"], identity["template"], target)
-    chosen = _evenly(sum(map(count_rows, paths)), params.max_samples) if params.max_samples else None
-    size, cores = sum(path.stat().st_size for path in paths), len(os.sched_getaffinity(0))
+    settings = Settings(params, how, identity["tokenizer"], identity["template"], target, rows)
+    code = files_fingerprint([Path(__file__).parent])
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (scratch or Path(temporary)) / fingerprint({**identity, "target": target, "rows": rows, "code": code})
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = _parts(paths, folder, out.stem, tokenizer, settings, load)
+        split = _join(parts, out, identity, params)
+        shutil.rmtree(folder)
+    return split
+
+
+def _parts(
+    paths: list[Path], folder: Path, split: str, tokenizer: Any, settings: Settings, load: Callable[[], Any] | None
+) -> list[Part]:
+    """Every chunk of the files, tokenised, on as many cores as pay."""
+    most, size = settings.params.max_samples, sum(path.stat().st_size for path in paths)
+    chosen = _evenly(sum(map(count_rows, paths)), most) if most else None
+    cores = len(os.sched_getaffinity(0))
     begin(lambda: tokenizer, settings)
     pool: Any = nullcontext()
     if load and cores > 1 and size > POOL_BYTES:
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(cores, context, initializer=begin, initargs=(load, settings))
-    code = files_fingerprint([Path(__file__).parent])
-    with tempfile.TemporaryDirectory() as temporary, pool as running:
-        folder = (scratch or Path(temporary)) / fingerprint({**identity, "target": target, "code": code})
-        folder.mkdir(parents=True, exist_ok=True)
-        done = _done(_chunks(paths, chosen), folder, running, 2 * cores)
-        parts = []
-        with counter(size, f"tokenise {out.stem}", "B", shown=size > POOL_BYTES) as bar:
-            for path, read in done:
+    parts = []
+    try:
+        with pool as running, counter(size, f"tokenise {split}", "B", shown=size > POOL_BYTES) as bar:
+            for path, read in _done(_chunks(paths, chosen), folder, running, 2 * cores):
                 parts.append(read_part(path))
                 bar.update(read)
-        split = _join(parts, out, identity, params)
-        shutil.rmtree(folder)
-    return split
+    except BrokenProcessPool as error:
+        raise RedraftError(
+            "A process that tokenises was ended from outside.",
+            cause="memory ran out, or somebody stopped it",
+            fix="run it again: what was tokenised is kept",
+        ) from error
+    return parts
 
 
 def _identity(paths: list[Path], tokenizer: Any, params: CorpusParams, how: TemplateParams) -> dict[str, Any]:
@@ -204,6 +223,7 @@ def _join(parts: list[Part], out: Path, identity: dict[str, Any], params: Corpus
         "supervised": sum(int(each["loss_mask"].sum()) for each in arrays),
         "generated": told.generated,
         "cut": told.cut,
+        "left_out": told.left_out.total(),
         "dropped": told.dropped.total(),
         **{f"dropped_{kind.replace(' ', '_')}": count for kind, count in sorted(told.dropped.items())},
     }
@@ -212,12 +232,17 @@ def _join(parts: list[Part], out: Path, identity: dict[str, Any], params: Corpus
 
 def _distinct(names: list[str]) -> tuple[list[str], int]:
     """Names, each once (a later one of the same gets a number), and how many stood there before."""
-    seen: dict[str, int] = {}
-    found = []
+    last: dict[str, int] = {}
+    there = set(names)
+    found, twice = [], 0
     for name in names:
-        seen[name] = count = seen.get(name, 0) + 1
-        found.append(name if count == 1 else f"{name}~{count}")
-    return found, len(names) - len(seen)
+        number = last.get(name, 0) + 1
+        twice += number > 1
+        while number > 1 and f"{name}~{number}" in there:
+            number += 1
+        last[name] = number
+        found.append(name if number == 1 else f"{name}~{number}")
+    return found, twice
 
 
 CAUSES = {
@@ -228,15 +253,17 @@ CAUSES = {
     "template": "the chat template does not render the chat",
     "rewritten": "the template writes other text than the answer, so it is not what the target generates: regenerate "
     "the answers, as ids, with the arguments that you serve with (target.template in the profile)",
-    "unreadable": "lines of another form",
+    "unreadable": "rows of another form",
     "unknown role": "roles other than system, developer, user, assistant and tool",
+    "encode": "the tokenizer refuses the text",
+    "other text": "the tokenizer does not keep the text, so its ids are not what the target generates",
     "no content": "messages without a text",
     "no text": "images, or other parts that are no text",
     "tool call": "tool calls of another form than OpenAI's",
     "other tokenizer": "another model's ids",
     "other template": "target.template in the profile was changed after the answers were made",
     "cut": "answers that the token limit ended, and corpus.cut is drop",
-    "ids": "damaged ids",
+    "ids": "damaged ids, or those of another tokenizer",
 }
 """What is behind each kind of reason."""
 
@@ -250,19 +277,20 @@ def _require_enough(told: Told, params: CorpusParams, where: str) -> None:
         "Too many chats cannot be trained on." if told.chats else "The corpus has no chats.",
         where=where,
         expected=f"at most {params.max_dropped:.0%} dropped (corpus.max_dropped in the profile)",
-        found=f"{dropped:,} of {told.chats:,}: {dict(told.dropped.most_common())}; {', '.join(told.examples)}"
+        found=f"{dropped:,} of {told.chats:,}: {dict(told.dropped.most_common())}; {told.shown(told.dropped)}"
         if dropped
         else "no rows",
-        cause="; ".join(f"`{kind}`: {CAUSES[kind]}" for kind in kinds) or None,
+        cause="; ".join(f"`{kind}`: {CAUSES[kind]}" for kind in kinds) or "files without a row",
     )
 
 
 def _tell(told: Told, twice: int, where: str) -> None:
     """What a reader of the metrics would not look for."""
-    dropped = told.dropped.total()
+    dropped, answers = told.dropped.total(), told.left_out.total()
     keys = [f"{key} ({count:,})" for key, count in told.unknown.most_common()]
     for line in (
-        dropped and f"{dropped:,} of {told.chats:,} chats are left out: {', '.join(told.examples)}",
+        dropped and f"{dropped:,} of {told.chats:,} chats are left out: {told.shown(told.dropped)}",
+        answers and f"{answers:,} answers of other chats are not trained on: {told.shown(told.left_out)}",
         keys and f"keys that nothing reads, and how many rows have them: {some(keys)}",
         twice and f"{twice:,} ids stand there more than once: later rows got a number behind theirs",
         told.no_place_for_tools

@@ -6,10 +6,14 @@ content (after its reasoning) and an end marker, and nothing else.
 
 import datetime
 import hashlib
+import inspect
 import json
 import re
+from difflib import get_close_matches
+from functools import cached_property, lru_cache
 from typing import Any
 
+from redraft.corpus.encode import Encoder, whole
 from redraft.corpus.rows import Message, UnusableError
 from redraft.corpus.tokenizer import special_tokens
 from redraft.frame.errors import RedraftError, some
@@ -56,8 +60,27 @@ def _no_template(name: str, there: list[str]) -> RedraftError:
     )
 
 
+def require_arguments(tokenizer: Any, how: TemplateParams) -> None:
+    """Refuse an argument that neither the template nor the tokenizer's own class reads: it would change nothing.
+
+    Raises:
+        RedraftError: with the nearest word of the template.
+    """
+    given = tokenizer.chat_template
+    text = " ".join(given.values()) if isinstance(given, dict) else given
+    words = {*re.findall(r"\w+", text), *inspect.signature(tokenizer.apply_chat_template).parameters}
+    for name in how.arguments.keys() - words:
+        near = get_close_matches(name, words, 1)
+        raise RedraftError(
+            "The chat template has no such argument.",
+            where=f"target.template.arguments in the profile: {name}",
+            fix=f"did you mean {near[0]}?" if near else "remove it, or take the template that you serve with",
+        )
+
+
 def template_record(tokenizer: Any, how: TemplateParams = AS_IT_IS) -> dict[str, Any]:
     """What decides how chats are rendered: hash, and name, arguments and date where they are given."""
+    require_arguments(tokenizer, how)
     name, _ = chat_template(tokenizer, how)
     more = {"name": name, "arguments": how.arguments or None, "date": how.date}
     return {"sha256": template_hash(tokenizer, how), **{key: each for key, each in more.items() if each is not None}}
@@ -93,9 +116,9 @@ def render(
     given: dict[str, Any] = {"tools": tools} if tools else {}
     if how.name is not None:
         given["chat_template"] = how.name
-    if "strftime_now" in str(tokenizer.chat_template):
-        given["strftime_now"] = _today(how.date)
     try:
+        if "strftime_now" in str(tokenizer.chat_template):
+            given["chat_template"] = _dated(tokenizer.get_chat_template(how.name, tools), how.date)
         # always told: the tokenizer's own class may have another default
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=header, **given, **how.arguments
@@ -107,48 +130,64 @@ def render(
     return text
 
 
-def _today(date: str | None) -> Any:
-    """`strftime_now` of the templates, of a day that does not change."""
+@lru_cache
+def _dated(template: str, date: str | None) -> str:
+    """The template with a `strftime_now` of its own, of a day that does not change.
 
-    def strftime_now(form: str) -> str:
-        if date is None:
-            raise ValueError("it prints today's date: set target.template.date in the profile")
-        return datetime.date.fromisoformat(date).strftime(form)
+    transformers lets no function through to a template.
+    """
+    forms = {form for pair in re.findall(r"""strftime_now\(\s*(?:"([^"]*)"|'([^']*)')""", template) for form in pair}
+    known = {form: datetime.date.fromisoformat(date).strftime(form) for form in sorted(forms)} if date else {}
+    texts = json.dumps(known, ensure_ascii=False)
+    fault = json.dumps("it writes a date in a form that it makes itself" if date else _NO_DATE)
+    found = f"{{{{ {texts}[form] if form in {texts} else raise_exception({fault}) }}}}"
+    # the line end is taken away with the tag, and the template begins a line as before
+    return f"{{% macro strftime_now(form) %}}{found}{{% endmacro %}}\n{template}"
 
-    return strftime_now
 
-
-def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Ids of each text, without markers at its ends: the template writes them."""
-    return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+_NO_DATE = "it prints today's date: set target.template.date in the profile"
 
 
 def prompt_ids(
     tokenizer: Any, messages: list[Message], tools: Tools = None, how: TemplateParams = AS_IT_IS
 ) -> list[int]:
-    """Ids of `messages` with the header of the answer that is to be generated; see `render`."""
-    (ids,) = encode(tokenizer, [render(tokenizer, messages, header=True, tools=tools, how=how)])
+    """Ids of `messages` with the header of the answer that is to be generated; see `render` and `Encoder`."""
+    (ids,) = whole(tokenizer, [render(tokenizer, messages, header=True, tools=tools, how=how)])
     return ids
 
 
 class Markers:
-    """The special tokens of a tokenizer, as they are looked for in text."""
+    """The special tokens of a tokenizer, as they are looked for in text; and its `Encoder`."""
 
     def __init__(self, tokenizer: Any) -> None:
-        texts = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
-        special = "|".join(map(re.escape, texts)) or r"(?!)"
-        self.special = re.compile(special)
-        self.closing = re.compile(rf"(?:({special})(?:{special}|\s)*|\s*)\Z")
+        self._tokenizer = tokenizer
+        # runs of white space, which some tokenizers add, mark nothing
+        texts = sorted(filter(str.strip, special_tokens(tokenizer).values()), key=len, reverse=True)
+        any_of = "|".join(map(re.escape, texts)) or r"(?!)"
+        opens = "|".join(re.escape(text) for text in texts if "/" not in text) or r"(?!)"
+        self.special = re.compile(any_of)
+        self.closing = re.compile(rf"(?:({any_of})(?:{any_of}|\s)*+|\s*+)\Z")
         """What may follow an answer; group 1 is its end marker."""
         # a channel's name between two markers (gpt-oss) is markup as well
-        names = rf"(?:{special})(?:[a-z]+(?={special}))?"
-        self.markup = re.compile(rf"(?:{names}|</?[\w:|-]+>|\[/?[A-Z_]+\]|\s)*")
+        named = rf"(?:[a-z]++(?={any_of}))?"
+        self.markup = re.compile(rf"(?:(?:{any_of}){named}|</?[\w:|-]+>|\[/?[A-Z_]+\]|\s)*+")
         """What may stand around reasoning: no words."""
+        self.opening = re.compile(rf"(?:(?:{opens}){named}|<[\w:|-]+>|\[[A-Z_]+\]|\s)*+")
+        """What may stand before it: nothing that closes."""
+
+    @cached_property
+    def encode(self) -> Encoder:
+        """Encodes many texts at once; made when it is first needed."""
+        return Encoder(self._tokenizer)
 
     def end(self, text: str, answer: str) -> str:
         """The marker behind `answer`, which ends `text`; the empty text if there is none."""
         found = self.closing.match(text, text.rindex(answer) + len(answer)) if answer in text else None
         return (found[1] or "") if found else ""
+
+    def words(self, text: str) -> set[str]:
+        """Words that are no markup."""
+        return set(re.findall(r"\w+", re.sub(rf"{self.special.pattern}|</?[\w:|-]+>|\[/?[A-Z_]+\]", " ", text)))
 
 
 def answer_text(markers: Markers, prompt: str, whole: str, message: Message, end: str = "") -> str:
@@ -159,54 +198,77 @@ def answer_text(markers: Markers, prompt: str, whole: str, message: Message, end
         prompt: the turns before, with the header of the answer.
         whole: the turns before and `message`.
         message: an answer.
-        end: the marker that ends an answer; needed for one with tool calls.
+        end: the marker that ends an answer; needed for one with tool calls, or with reasoning alone.
 
     Raises:
         UnusableError: it is something else than reasoning, content, tool calls and an end marker, and what it is.
     """
     content, reasoning = message["content"], message.get("reasoning_content", "").strip()
+    calls = message.get("tool_calls", [])
     if not whole.startswith(prompt):
-        raise UnusableError("rewritten", "the template writes another header for an answer than for the one to come")
+        at = next((at for at, pair in enumerate(zip(whole, prompt, strict=False)) if len(set(pair)) > 1), len(whole))
+        found = f"the template writes {whole[at:][:_SHOWN]!r} where the prompt has {prompt[at:][:_SHOWN]!r}"
+        raise UnusableError("rewritten", found)
     text = whole[len(prompt) :]
     at = 0
     if reasoning:
-        at = _after(text, 0, reasoning, markers.markup, "reasoning")
+        at = _after(text, 0, reasoning, markers.opening, "reasoning")
         content = content.lstrip()  # white space between the two is the template's
-    at = _after(text, at, content, markers.markup if reasoning else None, "answer")
-    if message.get("tool_calls"):
-        _require_calls(text[at:], message["tool_calls"])
+    at = _after(text, at, content, markers.markup if reasoning and content else None, "answer")
+    rest = text[at:]
+    if calls:
+        _require_calls(markers, rest, calls, thought=bool(reasoning))
+    if content and not calls:
+        closed = markers.closing.fullmatch(rest)
+        end = (closed[1] or "") if closed else ""
+        answer, known = text[:at] + end, closed is not None
+    else:  # no content, behind which the end marker would be the next one
         answer = text.rstrip()
-        if not answer.endswith(end):
-            raise UnusableError("rewritten", f"the template ends a tool call with {answer[-_SHOWN:]!r}")
-    else:
-        found = markers.closing.match(text, at)
-        if found is None:
-            raise UnusableError("rewritten", f"the template writes {text[at : at + _SHOWN]!r} after the answer")
-        answer = text[:at] + (found[1] or "")
-        if found[1] and found[1] in content:
-            raise UnusableError("rewritten", f"the answer holds the end marker {found[1]}")
-    if message.get("finish") == CUT:
-        return text[:at]
-    return answer
+        known = answer.endswith(end) and (bool(calls) or markers.markup.fullmatch(rest) is not None)
+    if not known:
+        raise UnusableError("rewritten", f"the template writes {rest[:_SHOWN]!r} after the answer")
+    if end and end in answer[: -len(end)]:
+        raise UnusableError("rewritten", f"the answer holds the end marker {end}")
+    return text[:at] if message.get("finish") == CUT else answer
 
 
 def _after(text: str, start: int, wanted: str, between: re.Pattern[str] | None, name: str) -> int:
     """Where `wanted` ends, which must stand in `text` at `start`, after nothing but what `between` allows."""
-    at = text.find(wanted, start)
+    first = at = text.find(wanted, start)
     if at < 0:
         raise UnusableError("rewritten", f"the template changes or leaves out the {name}: {text[start:][:_SHOWN]!r}")
-    if text[start:at] and not (between and between.fullmatch(text, start, at)):
-        raise UnusableError("rewritten", f"the template writes {text[start:at][:_SHOWN]!r} before the {name}")
-    return at + len(wanted)
+    allowed = between.match(text, start) if between else None
+    reach = allowed.end() if allowed else start
+    while start <= at <= reach:  # it may stand within a marker as well: the reasoning `think`
+        if at == start or (between and between.fullmatch(text, start, at)):
+            return at + len(wanted)
+        at = text.find(wanted, at + 1)
+    raise UnusableError("rewritten", f"the template writes {text[start:first][:_SHOWN]!r} before the {name}")
 
 
-def _require_calls(text: str, calls: list[dict[str, Any]]) -> None:
-    """Names and texts of tool calls must stand in what was rendered."""
+_GLUE = {
+    "name", "arguments", "args", "parameters", "parameter", "function", "functions", "tool", "tool_call", "tool_calls",
+    "id", "type", "json", "to", "commentary", "true", "false", "null", "True", "False", "None",
+}  # fmt: skip
+"""Words of the forms in which templates write tool calls."""
+
+
+def _require_calls(markers: Markers, text: str, calls: list[dict[str, Any]], *, thought: bool) -> None:
+    """All of `calls` must stand in `text`, and nothing else; without reasoning not even an empty place for it."""
+    said = " ".join([json.dumps(calls), json.dumps(calls, ensure_ascii=False), *_leaves(calls)])
     for call in calls:
         function = call["function"]
         for wanted in (function["name"], *_leaves(function["arguments"])):
-            if wanted not in text and json.dumps(wanted)[1:-1] not in text:
+            forms = (wanted, json.dumps(wanted)[1:-1], json.dumps(wanted, ensure_ascii=False)[1:-1])
+            if not any(form in text for form in forms):
                 raise UnusableError("rewritten", f"the template leaves {wanted[:_SHOWN]!r} of a tool call out")
+    before = text[: max(0, text.find(calls[0]["function"]["name"]))]
+    if not thought and re.search(r"think\w*[>\]]", before, re.IGNORECASE):
+        raise UnusableError("rewritten", f"the template writes {before[:_SHOWN]!r} before a tool call")
+    other = {word for word in markers.words(text) - markers.words(said) - _GLUE if not re.fullmatch(r"\d\d?", word)}
+    if other:
+        shown = next(word for word in re.findall(r"\w+", text) if word in other)
+        raise UnusableError("rewritten", f"the template writes {shown!r} beside a tool call")
 
 
 def _leaves(value: Any) -> list[str]:

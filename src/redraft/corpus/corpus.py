@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -69,17 +68,17 @@ class Corpus:
         ids, mask = self.document(index)
         return ids[: int(mask.argmax())].tolist()
 
-    def part(self, indices: Sequence[int]) -> "Corpus":
-        """The documents of `indices`, as a corpus of their own."""
-        documents = [self.document(index) for index in indices]
-        lengths = torch.tensor([0, *(len(ids) for ids, _ in documents)])
+    def part(self, documents: range) -> "Corpus":
+        """Documents that follow each other, as a corpus of their own that shares its tokens with this one."""
+        first, last = documents.start, documents.stop
+        start, end = int(self.offsets[first]), int(self.offsets[last])
         return Corpus(
-            torch.cat([ids for ids, _ in documents]),
-            torch.cat([mask for _, mask in documents]),
-            lengths.cumsum(0),
-            [self.samples[index] for index in indices],
-            [self.sources[index] for index in indices],
-            {**self.identity, "part": list(indices)},
+            self.input_ids[start:end],
+            self.loss_mask[start:end],
+            self.offsets[first : last + 1] - start,
+            self.samples[first:last],
+            self.sources[first:last],
+            {**self.identity, "part": [first, last]},
         )
 
 

@@ -12,16 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from redraft.corpus.chat import CUT, Markers, has_tools
+from redraft.corpus.chat import Markers, has_tools
+from redraft.corpus.files import Raw
 from redraft.corpus.prompts import prompt_keys, tokens_key
-from redraft.corpus.rows import Chat, Raw, Refused, read_row
-from redraft.corpus.samples import GENERATED, Sample, tokenize_all
+from redraft.corpus.rows import Chat, Refused, read_row
+from redraft.corpus.samples import GENERATED, Sample, of_tokens, tokenize_all
 from redraft.frame.files import open_tensors
 from redraft.frame.profile import CorpusParams, TemplateParams
 
 Arrays = dict[str, NDArray[Any]]
 SHOWN = 3
 """Rows that are named of those that were left out."""
+_COUNTERS = ("dropped", "left_out", "unknown")
 _STATE: dict[str, Any] = {}
 
 
@@ -35,8 +37,10 @@ class Settings:
     """Hash of the tokenizer."""
     template: str
     """Hash of the chat template."""
-    target: str | None
+    target: str | None = None
     """Hash of the target, if answers by another one are to be counted."""
+    rows: int | None = None
+    """V, if ids beyond it are to be left out."""
 
 
 @dataclass
@@ -51,23 +55,41 @@ class Told:
     other_target: int = 0
     no_place_for_tools: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    examples: list[str] = field(default_factory=list)
-    """The first rows that were dropped, each with its reason."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Answers that are not trained on, of chats that are."""
     unknown: Counter[str] = field(default_factory=Counter)
     """Keys that nothing reads."""
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    """By kind the first rows with something dropped or left out, each with its reason."""
 
     def drop(self, name: str, reason: str) -> None:
         """Count a row that is left out."""
-        self.dropped[reason.split(":")[0]] += 1
-        self.examples = [*self.examples, f"{name} ({reason})"][:SHOWN]
+        self.dropped[self._kind(name, reason)] += 1
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Count an answer that is left out."""
+        self.left_out[self._kind(name, reason)] += 1
+
+    def _kind(self, name: str, reason: str) -> str:
+        kind = reason.split(":")[0]
+        self._show(kind, [f"{name} ({reason})"])
+        return kind
+
+    def _show(self, kind: str, examples: list[str]) -> None:
+        self.examples[kind] = [*self.examples.get(kind, []), *examples][:SHOWN]
+
+    def shown(self, counts: Counter[str]) -> str:
+        """The first rows of every kind in `counts`, the most frequent kind first."""
+        return ", ".join(each for kind, _ in counts.most_common() for each in self.examples[kind])
 
     def add(self, other: "Told") -> None:
         """Add what a later chunk tells."""
         for name in ("chats", "turns", "cut", "generated", "other_target", "no_place_for_tools"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.dropped.update(other.dropped)
-        self.unknown.update(other.unknown)
-        self.examples = [*self.examples, *other.examples][:SHOWN]
+        for name in _COUNTERS:
+            getattr(self, name).update(getattr(other, name))
+        for kind, examples in other.examples.items():
+            self._show(kind, examples)
 
 
 @dataclass
@@ -85,24 +107,17 @@ class Part:
 
 def _sample(chat: Chat, settings: Settings, told: Told) -> Sample | None:
     """What needs no rendering: None if `chat` is to be rendered. A reason if it cannot be used."""
-    if chat.tokens is not None:
-        ids, mask = (each[: settings.params.max_length] for each in chat.tokens)
-        return Sample(ids, mask, None if any(mask) else "no answer", turns=1)
-    if settings.params.cut == "drop" and any(message.get("finish") == CUT for message in chat.messages):
-        return Sample(dropped="cut: an answer was ended by the token limit")
-    if not any(GENERATED in message for message in chat.messages):
-        return None
-    told.generated += 1
     made = chat.made or {}
-    if made.get("tokenizer", settings.tokenizer) != settings.tokenizer:
+    given = any(GENERATED in message for message in chat.messages)
+    if (chat.tokens or given) and made.get("tokenizer", settings.tokenizer) != settings.tokenizer:
         return Sample(dropped="other tokenizer: the answers are ids of another one; regenerate them")
     template = made.get("template")
     if isinstance(template, dict) and template.get("sha256", settings.template) != settings.template:
-        given = json.dumps(template.get("arguments", {}))
-        return Sample(dropped=f"other template: the answers were made with another text or arguments, {given}")
-    if settings.target and made.get("target") not in (None, settings.target):
-        told.other_target += 1
-    return None
+        arguments = json.dumps(template.get("arguments", {}))
+        return Sample(dropped=f"other template: the answers were made with another text or arguments, {arguments}")
+    told.generated += given
+    told.other_target += bool(settings.target) and made.get("target") not in (None, settings.target)
+    return of_tokens(*chat.tokens, settings.params.max_length) if chat.tokens else None
 
 
 def tokenize_rows(rows: Iterable[tuple[str, Raw]], tokenizer: Any, settings: Settings, markers: Markers) -> Part:
@@ -124,9 +139,21 @@ def tokenize_rows(rows: Iterable[tuple[str, Raw]], tokenizer: Any, settings: Set
         told.no_place_for_tools = len(tools)
     waiting = [chat for chat, sample in zip(chats, samples, strict=True) if sample is None]
     given = [(chat.messages, chat.tools) for chat in waiting]
-    rendered = iter(tokenize_all(tokenizer, given, settings.params.max_length, how=settings.how, markers=markers))
+    params, how = settings.params, settings.how
+    tokenized = tokenize_all(
+        tokenizer, given, params.max_length, how=how, markers=markers, keep_cut=params.cut == "keep"
+    )
+    rendered = iter(tokenized)
     found = [sample or next(rendered) for sample in samples]
+    if settings.rows is not None:
+        found = [_within(sample, settings.rows) for sample in found]
     return _part(chats, found, told)
+
+
+def _within(sample: Sample, rows: int) -> Sample:
+    """The sample, or why not if the target has no row for one of its ids."""
+    most = max((max(ids) for ids, _ in sample.documents), default=0)
+    return sample if most < rows else Sample(dropped=f"ids: id {most}, and the target has {rows:,}, from 0")
 
 
 def _part(chats: list[Chat], samples: list[Sample], told: Told) -> Part:
@@ -141,6 +168,8 @@ def _part(chats: list[Chat], samples: list[Sample], told: Told) -> Part:
             continue
         told.turns += sample.turns
         told.cut += sample.cut
+        for reason in sample.left_out:
+            told.leave_out(chat.id, reason)
         for one, flags in sample.documents:
             ids.append(one)
             mask.append(flags)
@@ -160,7 +189,7 @@ def _part(chats: list[Chat], samples: list[Sample], told: Told) -> Part:
 
 def save_part(part: Part, path: Path) -> None:
     """Write a part; the file is there only when it is whole."""
-    told = {**asdict(part.told), "dropped": dict(part.told.dropped), "unknown": dict(part.told.unknown)}
+    told = {**asdict(part.told), **{name: dict(getattr(part.told, name)) for name in _COUNTERS}}
     record = json.dumps({"documents": part.documents, "names": part.names, "told": told})
     partial = path.with_suffix(".partial")
     partial.write_bytes(save(part.arrays, {"redraft": record}))
@@ -172,7 +201,7 @@ def read_part(path: Path) -> Part:
     with open_tensors(path) as file:
         arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118 (no mapping)
         record = json.loads(file.metadata()["redraft"])
-    counts = {name: Counter(record["told"][name]) for name in ("dropped", "unknown")}
+    counts = {name: Counter(record["told"][name]) for name in _COUNTERS}
     documents = [(chat, source) for chat, source in record["documents"]]
     return Part(arrays, documents, record["names"], Told(**{**record["told"], **counts}))
 

@@ -12,17 +12,30 @@ from redraft.corpus.rows import Message
 from redraft.frame.errors import RedraftError, some
 
 Keys = NDArray[np.uint64]
-_WORD = re.compile(r"\w+(?:[.'’-]\w+)*|[^\w\s.,;:!?'\"`…‘’“”«»¿¡()-]")
 _SHOWN = 3
+_SAME = str.maketrans({**dict.fromkeys("‘’ʼ`", "'"), **dict.fromkeys("‐‑‒–—−", "-")})
+_UNSEEN = re.compile("[\u00ad\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff]+")
+"""Joiners, byte order marks and other hints for writing."""
+_WORD = re.compile(r"-(?=\s*\d)|\w+(?:(?:[.']|-(?!\d)|(?<=\d),(?=\d))\w+)*|[^\s-]")
+"""A dash is a sign before a number, and joins words; elsewhere it is a mark."""
+_MEANING = "-#%&*/@\\[]{}"
+"""Punctuation that is no mark of a sentence."""
 
 
 def spelled(text: str) -> str:
     """`text` without what spelling may change: case, Unicode forms, white space, quotes and the marks of sentences.
 
-    Signs with a meaning of their own stay (C++ is not C); of a text of such marks alone everything stays.
+    Signs with a meaning of their own stay (C++ is not C, and -1 not 1); of a text of such marks alone everything stays.
     """
-    plain = unicodedata.normalize("NFKC", text).casefold()
-    return " ".join(_WORD.findall(plain)) or plain.strip()
+    plain = _UNSEEN.sub("", text)
+    for _ in range(2):  # the lower case of some characters has another form again
+        plain = unicodedata.normalize("NFKC", plain).casefold()
+    plain = plain.translate(_SAME)
+    return " ".join(each for each in _WORD.findall(plain) if not _mark(each)) or "".join(plain.split())
+
+
+def _mark(word: str) -> bool:
+    return len(word) == 1 and unicodedata.category(word)[0] == "P" and word not in _MEANING
 
 
 def _key(text: str) -> int:

@@ -1,23 +1,24 @@
-"""Chats as people and other tools write them: JSONL, plain or .gz, and Parquet; OpenAI messages and ShareGPT."""
+"""Chats as people and other tools write them: OpenAI messages, ShareGPT, or ids with their mask."""
 
-import gzip
 import json
 import re
-import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
-from redraft.frame.errors import RedraftError, some
+from redraft.corpus.files import Raw, name_of, raw_rows
+from redraft.frame.errors import some
 
 Message: TypeAlias = dict[str, Any]
-Raw: TypeAlias = "bytes | dict[str, Any]"
 
 FORM = '{"id": "...", "messages": [{"role": "user", "content": "..."}, ...]}'
-KINDS = (".jsonl", ".jsonl.gz", ".parquet")
-KNOWN = {"id", "source", "messages", "conversations", "system", "tools", "made", "ended", "input_ids", "loss_mask"}
+KNOWN = {"id", "source", "messages", "conversations", "system", "tools", "made", "ended"}
+READ = {
+    "role", "content", "name", "from", "value", "reasoning_content", "reasoning", "thinking", "tool_calls",
+    "function_call", "tool_call_id", "finish", "finish_reason", "prompt_ids", "generated_ids", "keeps",
+}  # fmt: skip
+"""Likewise of a message; what else it has is there for the template alone."""
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 _SHAREGPT = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
@@ -25,7 +26,9 @@ _SHAREGPT = {
 }  # fmt: skip
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which servers and data sets give the reasoning of an answer; the first is what templates read."""
-_BATCH = 1024
+_DEEPEST = 100
+_HALF = re.compile("[\ud800-\udfff]")
+_TEXT_PARTS = ("text", "input_text", "output_text")
 _TEXT_WIDTH = 60
 
 
@@ -65,114 +68,6 @@ class UnusableError(Exception):
         super().__init__(f"{kind}: {self.detail}" if detail else kind)
 
 
-def files_of(folder: Path, split: str) -> list[Path]:
-    """The files of a split: `train.jsonl`, `train.jsonl.gz` or `train.parquet`, or several of a kind, `train-*`.
-
-    Raises:
-        RedraftError: files of two kinds, so that it is not told which one counts.
-    """
-    found = {kind: sorted([*folder.glob(f"{split}{kind}"), *folder.glob(f"{split}-*{kind}")]) for kind in KINDS}
-    there = {kind: paths for kind, paths in found.items() if paths}
-    if len(there) > 1:
-        raise RedraftError(
-            "A split of the corpus has files of several kinds.",
-            where=folder,
-            expected=f"{split} as one of {', '.join(KINDS)}",
-            found=some([path.name for paths in there.values() for path in paths]),
-            fix="remove what is not meant",
-        )
-    return next(iter(there.values()), [])
-
-
-def require_files(folder: Path, split: str) -> list[Path]:
-    """`files_of`, and at least one.
-
-    Raises:
-        RedraftError: none.
-    """
-    found = files_of(folder, split)
-    if not found:
-        raise RedraftError(
-            "A corpus file is missing.",
-            where=folder / f"{split}.jsonl",
-            fix="make it with `redraft regenerate PROMPTS`",
-        )
-    return found
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """A file, or an unpacked stream.
-
-    Raises:
-        RedraftError: no such file, no permission, or a damaged archive, also while it is read.
-    """
-    try:
-        with gzip.open(path) if path.name.endswith(".gz") else path.open("rb") as file:
-            yield file
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise RedraftError("A packed file cannot be read.", where=path, found=error, cause="it is cut short") from error
-    except OSError as error:
-        raise RedraftError("A file cannot be read.", where=path, found=error.strerror or error) from error
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(line number, its bytes) of lines that are not blank; a byte order mark is no part of the first."""
-    with _opened(path) as file:
-        head = file.read(4)
-        if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise RedraftError(
-                "A file is not UTF-8.",
-                where=path,
-                found="UTF-16, by its first bytes",
-                fix=f"convert it, for example: iconv -f UTF-16 -t UTF-8 {path}",
-            )
-        file.seek(3 if head.startswith(b"\xef\xbb\xbf") else 0)
-        # not splitlines: a line separator of Unicode may stand inside a JSON string
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield number, line
-
-
-def _table(path: Path) -> Any:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise RedraftError("A Parquet file cannot be read.", where=path, found=error) from error
-
-
-def _table_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    import pyarrow
-
-    number = 0
-    try:
-        for batch in _table(path).iter_batches(_BATCH):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
-    except (pyarrow.ArrowException, OSError) as error:
-        raise RedraftError(
-            "A Parquet file cannot be read.", where=f"{path}, after row {number}", found=error
-        ) from error
-
-
-def raw_rows(path: Path) -> Iterator[tuple[int, Raw]]:
-    """(number from 1, row as it stands) of a file of one of `KINDS`; blank lines are none.
-
-    Raises:
-        RedraftError: the file cannot be read.
-    """
-    yield from _table_rows(path) if path.suffix == ".parquet" else _lines(path)
-
-
-def count_rows(path: Path) -> int:
-    """Rows of a file; see `raw_rows`."""
-    return _table(path).metadata.num_rows if path.suffix == ".parquet" else sum(1 for _ in _lines(path))
-
-
 def read_row(raw: Raw, name: str) -> Chat | Refused:
     """A row as a chat; `name` is the id of a row that has none."""
     try:
@@ -192,27 +87,50 @@ def read_rows(paths: Iterable[Path]) -> Iterator[Chat | Refused]:
             yield read_row(raw, name_of(path, number))
 
 
-def name_of(path: Path, number: int) -> str:
-    """The id of a row that has none."""
-    return f"{path.name.split('.')[0]}-{number}"
-
-
 def _object(raw: Raw) -> dict[str, Any]:
-    if isinstance(raw, bytes):
-        try:
-            row = json.loads(raw.decode())
-        except UnicodeDecodeError as error:
-            raise UnusableError("unreadable", f"not UTF-8: {error.reason}: 0x{raw[error.start]:02x}") from error
-        except (ValueError, RecursionError) as error:
-            raise UnusableError("unreadable", f"no JSON, {error}") from error
-        if not isinstance(row, dict):
-            raise UnusableError("unreadable", f"a {type(row).__name__}")
-        row = {key: value for key, value in row.items() if value is not None}
-    else:
-        row = _without_null(raw)
-    if re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False, default=str)):
-        raise UnusableError("unreadable", "half of a surrogate pair, which no tokenizer takes")
-    return row
+    if isinstance(raw, Exception):
+        raise UnusableError("unreadable", str(raw)) from raw
+    try:
+        text = raw.decode() if isinstance(raw, bytes) else json.dumps(_without_null(raw), default=_as_text)
+    except UnicodeDecodeError as error:
+        raise UnusableError("unreadable", f"not UTF-8: {error.reason}: 0x{error.object[error.start]:02x}") from error
+    except (TypeError, ValueError) as error:
+        raise UnusableError("unreadable", str(error)) from error
+    row = _loads(text, "unreadable", "")
+    if not isinstance(row, dict):
+        raise UnusableError("unreadable", f"a {type(row).__name__}")
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def _as_text(value: Any) -> str:
+    """A value of a table that JSON does not have: bytes that hold text, a time, a number of many digits."""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _loads(text: str, kind: str, what: str) -> Any:
+    """The value of a JSON text that can be worked with: rendered, encoded, written again.
+
+    Raises:
+        UnusableError: of `kind`; it cannot.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnusableError(kind, f"{what}no JSON, {error}") from error
+    if text.count("[") + text.count("{") > _DEEPEST and _depth(value) > _DEEPEST:
+        raise UnusableError(kind, f"{what}nested deeper than {_DEEPEST}")
+    if "\\ud" in text.lower() and _HALF.search(json.dumps(value, ensure_ascii=False)):
+        raise UnusableError(kind, f"{what}half of a surrogate pair, which no tokenizer takes")
+    return value
+
+
+def _depth(value: Any) -> int:
+    """How deep lists and objects are nested in each other."""
+    depth, level = 0, [value]
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
+    return depth
 
 
 def _without_null(value: Any) -> Any:
@@ -223,42 +141,45 @@ def _without_null(value: Any) -> Any:
 
 
 def _chat(row: dict[str, Any], name: str) -> Chat:
-    given = _parsed(row.get("messages", row.get("conversations")), "messages")
-    source, made, tools = (row.get(key) for key in ("source", "made", "tools"))
+    given = _parsed(row.get("messages") or row.get("conversations"), "messages")
+    source, made = row.get("source"), _parsed(row.get("made"), "made")
+    tokens = {"input_ids", "loss_mask"}
     rest: dict[str, Any] = {
         "source": source if isinstance(source, str) else "",
         "made": made if isinstance(made, dict) else None,
-        "unknown": tuple(sorted(row.keys() - KNOWN)),
+        "unknown": tuple(sorted(row.keys() - KNOWN - (tokens if given is None else set()))),
         "row": row,
     }
-    if given is None and {"input_ids", "loss_mask"} <= row.keys():
+    if given is None and tokens <= row.keys():
         return Chat(name, [], tokens=_tokens(row["input_ids"], row["loss_mask"]), **rest)
     if given is None:
         raise UnusableError("unreadable", f"no messages; keys: {some(list(row)) or 'none'}")
     if not isinstance(given, list):
         raise UnusableError("unreadable", f"messages that are a {type(given).__name__}")
+    odd = {key for message in given if isinstance(message, dict) for key in message} - READ
+    rest["unknown"] += tuple(f"messages.{key}" for key in sorted(odd))
     messages = [_message(message) for message in given]
     if isinstance(row.get("system"), str) and row["system"].strip() and messages and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": row["system"]}, *messages]
-    return Chat(name, messages, tools=_tools(tools), **rest)
+    return Chat(name, messages, tools=_tools(row.get("tools")), **rest)
 
 
 def _tokens(ids: Any, mask: Any) -> tuple[list[int], list[int]]:
-    if not (_whole(ids) and isinstance(mask, list) and len(mask) == len(ids) and all(flag in (0, 1) for flag in mask)):
+    if not (are_ids(ids) and isinstance(mask, list) and len(mask) == len(ids) and all(flag in (0, 1) for flag in mask)):
         raise UnusableError("ids", "input_ids and loss_mask must be lists of one length, of ids and of 0 and 1")
     return ids, [int(flag) for flag in mask]
 
 
-def _whole(ids: Any) -> bool:
-    return isinstance(ids, list) and all(type(number) is int and 0 <= number < 2**31 for number in ids)
+def are_ids(value: Any) -> TypeGuard[list[int]]:
+    """Whether a value of a row is a list of token ids, of any vocabulary."""
+    return isinstance(value, list) and all(type(number) is int and 0 <= number < 2**31 for number in value)
 
 
 def _parsed(value: Any, name: str) -> Any:
-    """A value of a row; a flat table keeps lists as JSON."""
-    try:
-        return json.loads(value) if isinstance(value, str) and value.strip() else value or None
-    except (ValueError, RecursionError) as error:
-        raise UnusableError("unreadable", f"{name}: no JSON, {error}") from error
+    """A value of a row, None if it is empty; a flat table keeps lists as JSON."""
+    if isinstance(value, str):
+        value = _loads(value, "unreadable", f"{name}: ") if value.strip() else None
+    return value or None
 
 
 def _tools(tools: Any) -> list[dict[str, Any]] | None:
@@ -284,7 +205,7 @@ def _message(message: Any) -> Message:
     reasoning = next((message.pop(name) for name in REASONING if isinstance(message.get(name), str)), "")
     for name in REASONING:
         message.pop(name, None)
-    calls = _calls(message.pop("tool_calls", None))
+    calls = _calls(message.pop("tool_calls", None) or message.pop("function_call", None))
     content = _text(message.get("content"), role)
     if content is None and role != "assistant":
         raise UnusableError("no content", f"a message of role {role}")
@@ -313,7 +234,7 @@ def _text(content: Any, role: str) -> str | None:
     texts = []
     for part in content:
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str) or (isinstance(part, dict) and part.get("type", "text") != "text"):
+        if not isinstance(text, str) or (isinstance(part, dict) and (part.get("type") or "text") not in _TEXT_PARTS):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise UnusableError("no text", f"a part of type {kind} in a message of role {role}")
         texts.append(text)
@@ -322,28 +243,28 @@ def _text(content: Any, role: str) -> str | None:
 
 def _calls(calls: Any) -> list[dict[str, Any]]:
     """Tool calls, their arguments as objects: servers parse them before they render."""
-    if calls is None:
+    if not calls:
         return []
+    calls = [calls] if isinstance(calls, dict) else calls  # `function_call` of OpenAI's first form
     if not isinstance(calls, list):
         raise UnusableError("tool call", f"tool_calls that are a {type(calls).__name__}")
     return [_call(call) for call in calls]
 
 
 def _call(call: Any) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, dict) else None
+    beside = dict(call) if isinstance(call, dict) else {}
+    function = beside.pop("function", None)
+    if function is None:
+        function = {key: beside.pop(key) for key in ("name", "arguments") if key in beside}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UnusableError("tool call", f"no function with a name: {_short(call)}")
-    arguments = function.get("arguments", {})
+    arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except ValueError as error:
-            raise UnusableError("tool call", f"arguments of {function['name']} are no JSON: {error}") from error
+        arguments = _loads(arguments, "tool call", f"arguments of {function['name']}: ") if arguments.strip() else {}
     if not isinstance(arguments, dict):
         raise UnusableError(
             "tool call", f"arguments of {function['name']} are a {type(arguments).__name__}, not an object"
         )
-    beside = {key: value for key, value in call.items() if key not in ("name", "arguments", "function")}
     return {"type": "function", **beside, "function": {**function, "arguments": arguments}}
 
 

@@ -74,7 +74,7 @@ class CorpusParams(Section):
     max_dropped: Fraction
     """Largest share of chats without a supervised token before the stage fails."""
     max_samples: Positive | None = None
-    """Chats of each file, evenly spread over it; all of them without this."""
+    """Chats of each split, evenly spread over its files; all of them without this."""
     cut: Literal["keep", "drop"] = "keep"
     """Answers that were cut by a token limit: kept, without an end marker, or left out."""
     max_leaks: Fraction = 0.0

@@ -111,7 +111,8 @@ def _outside_git(config: Config, root: Path) -> list[str]:
 
 
 def _data(config: Config, root: Path) -> str:
-    from redraft.corpus.rows import FORM, Chat, read_rows, require_files
+    from redraft.corpus.files import require_files
+    from redraft.corpus.rows import FORM, Chat, read_rows
 
     folder = root / "data" / config.params.profile
     splits = ["train", "heldout", *(["donor"] if config.profile.donor.source == "train" else [])]
@@ -192,15 +193,9 @@ def _require_tokenizer(folder: Path, trust_remote_code: bool) -> None:
             expected="tokenizer.json or tokenizer_config.json",
             fix="copy the tokenizer's files of the model there",
         )
-    path = folder / "tokenizer_config.json"
-    if not trust_remote_code and path.is_file() and "auto_map" in read_object(path):
-        raise RedraftError(
-            "The target's tokenizer is Python code of its own.",
-            where=path,
-            expected="target.trust_remote_code: true in the profile",
-            found="auto_map, and trust_remote_code: false",
-            fix="read that code, then set the key",
-        )
+    from redraft.corpus.tokenizer import own_class
+
+    own_class(folder, trust_remote_code)
 
 
 def _donor(config: Config, target: Path | None) -> str:

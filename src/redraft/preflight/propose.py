@@ -1,6 +1,8 @@
 """A profile for a target and a donor of one's own: what their files say, and sizes to begin with."""
 
+import datetime
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ LARGE = 2048
 """Hidden size from which a target wants GPUs and a server."""
 MOST_SLOTS = 32_000
 """Slots of the published drafters."""
+_CORPUS = {"max_dropped": 0.05, "max_samples": None, "cut": "keep", "max_leaks": 0.0, "max_repeated": 0.1}
 _EXTRACT = {"shard_mib": 64, "recheck": 4, "tolerance": 0.05, "diagnostic_positions": 2000}
 _PROBE = {"prompts": 12, "bf16_prompts": 4, "min_accept_length": 1.05, "parity": "torch"}
 _BENCH = {"prompts": 8, "concurrency": [1], "spec_steps": [1, 2, 3], "trees": [], "compare": [], "min_ratio": {}}
@@ -55,8 +58,14 @@ def propose(target: str, revision: str | None, donor: str, donor_revision: str |
     else:
         source |= {"head": "own", "embedding": "own", "prefix_vocabulary": False, "tokenizer": None}
     return {
-        "target": {"source": target, "revision": revision, "trust_remote_code": False, "aux_layers": layers},
-        "corpus": {"max_length": length, "max_dropped": 0.05, "max_samples": None},
+        "target": {
+            "source": target,
+            "revision": revision,
+            "trust_remote_code": False,
+            "aux_layers": layers,
+            "template": _template(folder),
+        },
+        "corpus": {"max_length": length, **_CORPUS},
         "donor": source,
         "vocab": {"slots": slots, "force_special": True, "force_bytes": True},
         "extract": {"batch_tokens": 8 * length, **_EXTRACT, "shard_mib": 4096 if large else 64},
@@ -66,6 +75,15 @@ def propose(target: str, revision: str | None, donor: str, donor_revision: str |
         "probe": _PROBE | ({"prompts": 100, "bf16_prompts": 0, "parity": "walk"} if large else {}) | answers,
         "bench": _BENCH | ({"prompts": 200, "concurrency": [1, 4, 16]} if large else {}) | answers,
     }
+
+
+def _template(target: Path) -> dict[str, Any]:
+    """How chats are rendered: what the target's template asks for, said on purpose; a day, if it prints one."""
+    files = [target / "tokenizer_config.json", *target.glob("*.jinja")]
+    text = " ".join(file.read_text(errors="replace") for file in files if file.is_file())
+    switches = [name for name in ("enable_thinking", "thinking") if re.search(rf"(?<![.\w]){name} is ", text)]
+    today = datetime.date.today().isoformat() if "strftime_now" in text else None
+    return {"name": None, "arguments": dict.fromkeys(switches[:1], True), "date": today}
 
 
 def _engine(gpus: int, large: bool) -> dict[str, Any]:

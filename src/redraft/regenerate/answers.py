@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from redraft.corpus.chat import CUT
-from redraft.corpus.rows import Refused, UnusableError, count_rows, read_rows
+from redraft.corpus.files import count_rows
+from redraft.corpus.rows import Refused, UnusableError, read_rows
 from redraft.frame import atomic
 from redraft.frame.errors import RedraftError, some
 from redraft.frame.progress import counter

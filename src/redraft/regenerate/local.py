@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from redraft.corpus.chat import AS_IT_IS, CUT
 from redraft.corpus.rows import Refused, UnusableError, read_row
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import TemplateParams
+from redraft.frame.progress import counter
 from redraft.regenerate.conversation import Answer, Asking, Conversation
 from redraft.target.hf import offline_transformers
 from redraft.target.model import Target
@@ -63,7 +65,9 @@ def _generate(target: Target, group: list[Numbered]) -> list[Answer]:
         **how, max_new_tokens=max(rooms), eos_token_id=sorted(asking.stop) or None, pad_token_id=padding
     )
     try:
-        output = target.model.generate(**given)  # type: ignore[operator]
+        with counter(max(rooms), f"{len(group)} answers", "token") as bar:
+            watched = {"stopping_criteria": [partial(_watch, bar)]}
+            output = target.model.generate(**given, **watched)  # type: ignore[operator]
     except torch.OutOfMemoryError as error:
         raise RedraftError(
             "The memory of the GPU is full.",
@@ -73,6 +77,12 @@ def _generate(target: Target, group: list[Numbered]) -> list[Answer]:
         ) from error
     found = zip(output[:, longest:].tolist(), rooms, strict=True)
     return [_answer(ids[:room], asking.stop) for ids, room in found]
+
+
+def _watch(bar: Any, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    """Stops nothing; tells of every token that there was one more."""
+    bar.update()
+    return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
 
 def _answer(ids: list[int], stop: frozenset[int]) -> Answer:

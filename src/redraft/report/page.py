@@ -252,14 +252,18 @@ def _engine(engine: Metrics) -> str:
 
 
 def _data(metrics: Metrics) -> str:
+    counts = ("chats", "turns", "tokens", "supervised", "cut", "dropped")
     rows = [
-        (split, f"{row['samples']:,}", f"{row['tokens']:,}", f"{row['supervised']:,}", f"{row['dropped']:,}")
+        (split, *(f"{row[name]:,}" for name in counts))
         for split, row in metrics["corpus"].items()
-        if row["samples"]
+        if split != "leaks" and row["chats"]
     ]
+    leaks = {name: count for name, count in metrics["corpus"]["leaks"].items() if name.startswith("heldout_")}
     hidden = metrics["extract"]
+    header = ("corpus", "chats", "answers", "tokens", "supervised", "cut answers", "dropped")
     return (
-        f"## Data\n\n{markdown(('corpus', 'samples', 'tokens', 'supervised', 'dropped'), rows)}\n\n"
+        f"## Data\n\n{markdown(header, rows)}\n\n"
+        f"{sum(leaks.values()):,} held-out chats have a prompt that is also trained on.\n\n"
         f"Hidden states: {hidden['bytes_per_token']:,} bytes a token; a sample extracted again alone differs by "
         f"{hidden['recheck_difference']:.2%} at most."
     )

@@ -19,6 +19,9 @@ from redraft.frame.errors import RedraftError
 from redraft.frame.files import read_object
 from redraft.vocab.mapping import Ids, Mapping
 
+_BLOCK = 1 << 22
+"""Tokens that are counted at once: a corpus is read by memory map and need not fit the memory."""
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -52,7 +55,11 @@ def count_tokens(ids: NDArray[np.integer], mask: NDArray[np.integer], vocab_size
             found=f"{ids.min()} to {ids.max()}",
             cause="another tokenizer, or an added token that the target has no row for",
         )
-    return np.bincount(ids[mask.astype(bool)], minlength=vocab_size).astype(np.int64)
+    counts = np.zeros(vocab_size, np.int64)
+    for start in range(0, len(ids), _BLOCK):
+        block = slice(start, start + _BLOCK)
+        counts += np.bincount(ids[block][mask[block].astype(bool)], minlength=vocab_size)
+    return counts
 
 
 def build(counts: Ids, size: int, *, forced: Iterable[int] = (), decodable: Iterable[int]) -> Vocabulary:
@@ -101,6 +108,36 @@ def coverage(mapping: Mapping, counts: Ids) -> float:
     """Share of counted tokens whose id is in the draft vocabulary; 0 for no tokens."""
     total = int(counts.sum())
     return float(counts[mapping.ids].sum() / total) if total else 0.0
+
+
+def coverage_by_source(
+    mapping: Mapping, ids: NDArray[np.integer], mask: NDArray[np.integer], offsets: Ids, sources: list[str]
+) -> dict[str, float]:
+    """`coverage` of the documents of every source, in alphabetical order.
+
+    Args:
+        mapping: the draft vocabulary.
+        ids: [T] token ids.
+        mask: [T], nonzero where a token is supervised.
+        offsets: int64 [D+1], where documents begin; none is empty.
+        sources: of each document.
+    """
+    known = sorted(set(sources))
+    number = {source: place for place, source in enumerate(known)}
+    group = np.array([number[source] for source in sources], np.int64)
+    sums = np.zeros((2, len(known)))
+    first = 0
+    while first < len(group):
+        last = max(first + 1, int(np.searchsorted(offsets, offsets[first] + _BLOCK, "right")) - 1)
+        block = slice(int(offsets[first]), int(offsets[last]))
+        counted = mask[block].astype(bool)
+        starts = offsets[first:last] - offsets[first]
+        for row, flags in enumerate((counted & mapping.t2d[ids[block]], counted)):
+            sums[row] += np.bincount(group[first:last], np.add.reduceat(flags, starts, dtype=np.int64), len(known))
+        first = last
+    return {
+        source: float(sums[0, place] / sums[1, place]) if sums[1, place] else 0.0 for source, place in number.items()
+    }
 
 
 def write_vocab(folder: Path, vocabulary: Vocabulary, counts: dict[str, Ids], provenance: dict[str, object]) -> None:
