@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kimi.folder import kimi_folder
 
 from redraft.corpus.rows import Chat
 from redraft.corpus.samples import given_turns
@@ -150,6 +151,21 @@ def test_a_chat_without_a_prompt_is_refused(chat: list[Row], tiny_folder: Path) 
 def test_reasoning_stands_by_itself(text: str, content: str, reasoning: str | None, tiny_folder: Path) -> None:
     (message,) = made(talk([user("a")], asking(tiny_folder), [text]).row())
     assert (message["content"], message.get("reasoning_content")) == (content, reasoning)
+
+
+def test_a_tokenizer_of_python_and_ids_that_say_nothing(tmp_path: Path) -> None:
+    """Kimi's kind raises on an id that only pads the head."""
+    folder = kimi_folder(tmp_path / "target")
+    tokenizer = load_tokenizer(folder, trust_remote_code=True)
+    how = Asking(tokenizer, stop_ids(folder, tokenizer), 512)
+    (end,) = how.stop - {tokenizer.eos_token_id}
+    chat = [user("你好"), reply("x"), user("And?"), reply("y")]
+    talked = Conversation(Chat("x", chat), how)
+    for text in ("<think>so it is</think>世界 👩‍💻", "so</think>two"):
+        talked.take(Answer([*tokenizer.encode(text), 10**6, end], "stop"))
+    first, second = made(talked.row())
+    assert (first["reasoning_content"], first["content"], second["content"]) == ("so it is", "世界 👩‍💻", "two")
+    assert "世界 👩‍💻" in how.text(given_turns(talked.row()["messages"])[1].prompt)
 
 
 @pytest.mark.parametrize("shown", ["messages[-1:]", "messages", "messages[:1] + messages[-1:]"])

@@ -70,6 +70,15 @@ class Asking:
         """Of the tokenizer."""
         return Markers(self.tokenizer)
 
+    @cached_property
+    def _known(self) -> int:
+        return len(self.tokenizer)
+
+    def text(self, ids: list[int]) -> str:
+        """What `ids` say, markers included; a row of the head that pads it says nothing."""
+        known = [number for number in ids if number < self._known]
+        return self.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
 
 class Conversation:
     """One chat on its way. Ask for `prompt` until it is None, and give every answer to `take`."""
@@ -159,7 +168,7 @@ class Conversation:
         if answer.ids is not None:
             ids = answer.ids[:-1] if answer.ids and answer.ids[-1] in self.asking.stop else answer.ids
             # a character that is cut, or bytes that are none, have no text; the ids keep them
-            text = self._text(ids).replace("\ufffd", "")
+            text = self.asking.text(ids).replace("\ufffd", "")
         for begin, end in _THINKING:
             if not reasoning and self._thinks(begin, text):
                 reasoning, _, text = text.partition(end)
@@ -171,10 +180,7 @@ class Conversation:
 
     def _thinks(self, begin: str, text: str) -> bool:
         """Whether the answer begins with reasoning: in its own text, or because the prompt opened it."""
-        return text.lstrip().startswith(begin) or self._text((self.prompt or [])[-8:]).rstrip().endswith(begin)
-
-    def _text(self, ids: list[int]) -> str:
-        return self.asking.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text.lstrip().startswith(begin) or self.asking.text((self.prompt or [])[-8:]).rstrip().endswith(begin)
 
     def row(self) -> dict[str, Any]:
         """The row to write: what it was, with the messages made."""

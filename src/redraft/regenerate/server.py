@@ -263,15 +263,13 @@ class Server:
         """What the ids mean here must be what the server wrote."""
         if not answer.ids or not answer.text:
             return
-        tokenizer = asked.asking.tokenizer
 
         def letters(text: str) -> str:
-            for marker in tokenizer.all_special_tokens:
-                text = text.replace(marker, "")
+            text = asked.asking.markers.special.sub("", text)
             return "".join(text.replace("\ufffd", "").split())
 
         ways, there = (answer.ids, answer.ids[:-1]), letters(answer.text)  # with its end, and without
-        here = [letters(tokenizer.decode(ids)) for ids in ways]
+        here = [letters(asked.asking.text(ids)) for ids in ways]
         if there not in here:
             raise RedraftError(
                 "The server's tokens mean another text here: it serves another model than the profile's target.",
