@@ -147,10 +147,10 @@ def _require_served(fields: dict[str, Any], path: Path) -> None:
             fix="serve it where it was trained for, or choose another donor",
         )
     rope, scaling = part(fields, "rope_parameters"), part(fields, "rope_scaling")
-    kinds = {each.get("rope_type") or each.get("type") or "default" for each in (rope, scaling)} - {"default"}
+    kinds = {str(each.get("rope_type") or each.get("type") or "default") for each in (rope, scaling)} - {"default"}
     if kinds:
         raise RedraftError(
-            "Scaled rotary positions are not supported in a drafter.", where=path, found=", ".join(map(str, kinds))
+            "Scaled rotary positions are not supported in a drafter.", where=path, found=", ".join(sorted(kinds))
         )
     odd = {name: fields.get(name, rope.get(name)) for name in ("partial_rotary_factor", "rope_is_neox_style")}
     if odd["partial_rotary_factor"] not in (None, 1) or odd["rope_is_neox_style"] not in (None, True):
