@@ -26,23 +26,23 @@ def main(config: Config) -> Result:
     tokenizer, target = load(), target_hash(TARGET)
     trained = config.profile.donor.source == "train"
     splits = {}
-    for split in ("donor", "train", "heldout"):
-        splits[split] = build_split(
-            require_files(data, split) if trained or split != "donor" else [],
-            OUT / f"{split}.safetensors",
-            tokenizer,
-            params,
-            how=config.profile.target.template,
-            load=load,
-            scratch=store_root() / "corpus",
-            target=target,
-            rows=read_facts(TARGET).vocab,
-        )
-    prompts = {split: each.prompts for split, each in splits.items()}
-    leaks = require_apart(prompts, params.max_leaks, params.max_repeated, data)
-    corpus = read_corpus(OUT / "train.safetensors")
-    ids, mask = corpus.document(0)
-    atomic.write_text(OUT / "sample.txt", show_sample(tokenizer, ids.tolist(), mask.tolist()))
+    with atomic.folder(OUT) as out:  # a split that is refused leaves none of the others
+        for split in ("donor", "train", "heldout"):
+            splits[split] = build_split(
+                require_files(data, split) if trained or split != "donor" else [],
+                out / f"{split}.safetensors",
+                tokenizer,
+                params,
+                how=config.profile.target.template,
+                load=load,
+                scratch=store_root() / "corpus",
+                target=target,
+                rows=read_facts(TARGET).vocab,
+            )
+        prompts = {split: each.prompts for split, each in splits.items()}
+        leaks = require_apart(prompts, params.max_leaks, params.max_repeated, data)
+        ids, mask = read_corpus(out / "train.safetensors").document(0)
+        (out / "sample.txt").write_text(show_sample(tokenizer, ids.tolist(), mask.tolist()))
     if (count := splits["heldout"].counts["samples"]) < LEAST_HELDOUT:
         print(f"warning: {data / 'heldout'} gives {count} samples, too few to measure on: {LEAST_HELDOUT} at least")
     return Result({**{split: each.counts for split, each in splits.items()}, "leaks": leaks})

@@ -324,10 +324,7 @@ def test_several_templates_without_a_default_are_refused_by_name(folder: Path, t
         ("", False, r"target\.trust_remote_code"),
     ],
 )
-def test_code_of_a_tokenizer_that_does_not_run_is_one_error(
-    code: str, trust: bool, named: str, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_code_of_a_tokenizer_that_does_not_run_is_one_error(code: str, trust: bool, named: str, folder: Path) -> None:
     (folder / "tokenization_own.py").write_text(code + "\nclass OwnTokenizer:\n    pass\n")
     path = folder / "tokenizer_config.json"
     fields = {**json.loads(path.read_text()), "tokenizer_class": "OwnTokenizer"}
@@ -428,6 +425,7 @@ def test_the_stage_refuses(
     monkeypatch.chdir(project(tmp_path, target_folder, **{**usual, **files}))
     with pytest.raises(RedraftError, match=told):
         runpy.run_path(str(ROOT / "stages/corpus.py"))["main"](load_config())
+    assert [path.name for path in Path("artifacts").iterdir()] == ["target"]
 
 
 def test_what_the_stage_refuses_is_one_message(target_folder: Path, tmp_path: Path) -> None:
@@ -437,6 +435,7 @@ def test_what_the_stage_refuses_is_one_message(target_folder: Path, tmp_path: Pa
     assert "train-1 (unreadable: no JSON" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "metrics/corpus.json").exists()
+    assert not (tmp_path / "artifacts/corpus").exists()
 
 
 def test_a_token_that_the_target_has_no_row_for_is_left_out(folder: Path, tmp_path: Path) -> None:
