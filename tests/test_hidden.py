@@ -49,7 +49,10 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "store"
 
 
-PARAMS = ExtractParams(batch_tokens=40, shard_mib=1, diagnostic_positions=20, recheck=4, tolerance=0.05)
+PARAMS = ExtractParams(
+    engine="transformers", format="bf16", law="states", batch_tokens=40, shard_mib=1, diagnostic_positions=20,
+    recheck=4, tolerance=0.05,
+)  # fmt: skip
 
 
 def test_every_document_reads_back_as_extracted_alone(target: Target, llama_folder: Path, store: Path) -> None:

@@ -27,8 +27,8 @@ from redraft.cli import main
 from redraft.corpus.build import tokenize_file
 from redraft.corpus.samples import given_turns
 from redraft.corpus.tokenizer import load_tokenizer
-from redraft.engines.process import free_port
 from redraft.frame.errors import RedraftError
+from redraft.frame.process import free_port
 from redraft.frame.profile import CorpusParams
 from redraft.regenerate.answered import answered
 from redraft.regenerate.conversation import Conversation

@@ -22,13 +22,13 @@ from redraft.acceptance import Steps
 from redraft.bench.machine import machine
 from redraft.corpus.corpus import read_corpus
 from redraft.drafter.checkpoint import weights_sha256
-from redraft.engines import process
 from redraft.engines.command import installed_version
 from redraft.engines.engine import serving
-from redraft.engines.process import explain
 from redraft.engines.reply import read_counters
 from redraft.engines.sglang import SGLangEngine
+from redraft.frame import process
 from redraft.frame.errors import RedraftError
+from redraft.frame.process import explain
 from redraft.frame.profile import EngineParams
 from redraft.report.bench import read_bench
 

@@ -17,8 +17,8 @@ from redraft.corpus.rows import Chat
 from redraft.corpus.samples import given_turns
 from redraft.corpus.tokenizer import load_tokenizer, stop_ids
 from redraft.engines.command import command_line
-from redraft.engines.process import ServerProcess, free_port
 from redraft.engines.torch import TorchEngine
+from redraft.frame.process import ServerProcess, free_port
 from redraft.frame.profile import CorpusParams, Profile
 from redraft.frame.section import load_yaml
 from redraft.regenerate.conversation import Asking, Conversation

@@ -20,10 +20,10 @@ from redraft.corpus.tokenizer import load_tokenizer
 from redraft.drafter.checkpoint import read_checkpoint, write_checkpoint
 from redraft.engines.engine import Generation, serving
 from redraft.engines.open import Models, load_models
-from redraft.engines.process import ServerProcess, free_port
 from redraft.engines.sglang import SGLangEngine
 from redraft.frame.errors import RedraftError
 from redraft.frame.params import load_config
+from redraft.frame.process import ServerProcess, free_port
 from redraft.preflight.lint import lint
 from redraft.probe.parity import hold_against_models
 from redraft.probe.probe import Comparison, answer, compare

@@ -11,8 +11,8 @@ from conftest import ROOT, make_project
 from redraft.corpus.corpus import read_corpus
 from redraft.drafter.checkpoint import export_speculators, read_checkpoint
 from redraft.engines.open import load_models
-from redraft.engines.process import ServerProcess, free_port
 from redraft.frame.params import load_config
+from redraft.frame.process import ServerProcess, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 VLLM = ROOT / ".engines/vllm/bin/vllm"

@@ -13,10 +13,10 @@ from redraft.acceptance import Acceptance
 from redraft.engines.alike import SETTINGS
 from redraft.engines.command import command_line, draft_tokens, require_free_flags
 from redraft.engines.engine import Generation, Margin
-from redraft.engines.process import ServerProcess, free_port, require_port
 from redraft.engines.reply import read_answer, read_counters
 from redraft.frame.errors import RedraftError
 from redraft.frame.http import Client, ReplyError, parsed
+from redraft.frame.process import ServerProcess, free_port, require_port
 from redraft.frame.profile import EngineParams
 
 SPECULATIVE_SETTINGS = (

@@ -17,7 +17,15 @@ LARGE = 2048
 MOST_SLOTS = 32_000
 """Slots of the published drafters."""
 _CORPUS = {"max_dropped": 0.05, "max_samples": None, "cut": "keep", "max_leaks": 0.0, "max_repeated": 0.1}
-_EXTRACT = {"shard_mib": 64, "recheck": 4, "tolerance": 0.05, "diagnostic_positions": 2000}
+_EXTRACT = {
+    "engine": "transformers",
+    "format": "bf16",
+    "law": "states",
+    "shard_mib": 64,
+    "recheck": 4,
+    "tolerance": 0.05,
+    "diagnostic_positions": 2000,
+}
 _PROBE = {"prompts": 12, "bf16_prompts": 4, "min_accept_length": 1.05, "parity": "torch"}
 _BENCH = {"prompts": 8, "concurrency": [1], "spec_steps": [1, 2, 3], "trees": [], "compare": [], "min_ratio": {}}
 
