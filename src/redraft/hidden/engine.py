@@ -40,5 +40,6 @@ class Opening:
 
     identity: dict[str, Any]
     """What of it decides the numbers: `name`, `release`, `dtype`; part of the fingerprint of what it makes."""
-    open: Callable[[], AbstractContextManager[Engine]]
-    """Loads the target, or starts or joins servers; ends them when the block does."""
+    open: Callable[[Sequence[int]], AbstractContextManager[Engine]]
+    """Loads the target, or starts or joins servers, and ends them when the block does. Takes all layers that will be
+    asked for, since a server has to know them when it starts."""
