@@ -221,6 +221,12 @@ def write_states(states: dict[str, HiddenStates], folder: Path) -> None:
 
 
 @pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("REDRAFT_STORE", str(tmp_path / "store"))
+    return tmp_path / "store"
+
+
+@pytest.fixture
 def states(
     target: Target, llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, HiddenStates]:

@@ -42,12 +42,6 @@ def corpus_from(documents: dict[str, tuple[Any, list[int]]], **identity: object)
     return Corpus(torch.cat(ids), torch.cat(masks).byte(), lengths, list(documents), [""] * len(ids), named)
 
 
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("REDRAFT_STORE", str(tmp_path / "store"))
-    return tmp_path / "store"
-
-
 PARAMS = ExtractParams(
     engine="transformers", format="bf16", law="states", batch_tokens=40, shard_mib=1, diagnostic_positions=20,
     recheck=4, tolerance=0.05,

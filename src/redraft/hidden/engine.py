@@ -1,6 +1,6 @@
 """What hidden states come from: the one interface of `transformers`, `vllm` and `import`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ class Engine(Protocol):
 
     def states(
         self, groups: Sequence[Sequence[Tensor]], layers: Sequence[int], *, around: bool = False
-    ) -> Iterator[tuple[int, int, States]]:
+    ) -> Generator[tuple[int, int, States]]:
         """Yield (group, place in it, states) of every document, in any order within two groups that follow each other.
 
         Args:

@@ -147,9 +147,8 @@ class _Run:
         if "heldout" in corpora:
             self.diagnostic = chosen_documents(corpora["heldout"], self.params.diagnostic_positions)
         reused = len({name for name, _ in self.places.values()})
-        if self.missing:
-            tell = f"reused {reused}, redone {len(self.missing)}" if reused else f"{len(self.missing)} to make"
-            note(f"hidden states: shards: {tell}")
+        if self.missing and reused:
+            note(f"hidden states: shards: reused {reused}, redone {len(self.missing)}")
 
     @property
     def unchecked(self) -> list[_Split]:
@@ -188,13 +187,14 @@ class _Run:
 
     def _fill(self, engine: Engine) -> None:
         """Write every missing shard as soon as its documents are there, in a thread: the target does not wait."""
+        if not self.missing:
+            return
         total = sum(len(self.documents[key]) for group in self.missing for key in group)
         waiting: dict[int, dict[int, dict[str, Tensor]]] = {}
         writing: Future[Shard] | None = None
         ids = [[self.documents[key] for key in group] for group in self.missing]
-        with ThreadPoolExecutor(1) as writer, counter(total, "hidden states", "token", shown=bool(total)) as bar:
-            states = engine.states(ids, self.source.aux_layers) if ids else iter(())
-            with closing(states):  # type: ignore[type-var]
+        with ThreadPoolExecutor(1) as writer, counter(total, "hidden states", "token") as bar:
+            with closing(engine.states(ids, self.source.aux_layers)) as states:
                 for group, place, each in states:
                     keys = self.missing[group]
                     waiting.setdefault(group, {})[place] = self._kept(keys[place], each)

@@ -1,6 +1,6 @@
 """Hidden states from transformers in this process, over all GPUs and the machine's memory where it needs them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -47,7 +47,7 @@ class InProcess:
 
     def states(
         self, groups: Sequence[Sequence[Tensor]], layers: Sequence[int], *, around: bool = False
-    ) -> Iterator[tuple[int, int, States]]:
+    ) -> Generator[tuple[int, int, States]]:
         """See `redraft.hidden.engine.Engine`; documents in their order."""
         for group, documents in enumerate(groups):
             done = 0
