@@ -2,9 +2,9 @@
 
 import bisect
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from redraft.frame.advice import rerun
 from redraft.frame.errors import RedraftError
 from redraft.frame.files import open_tensors, read_object
 from redraft.frame.store import store_root
-from redraft.hidden.shards import PER_TOKEN, check_present
+from redraft.hidden.formats import cut, unpacked
+from redraft.hidden.shards import check_present
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,14 @@ class HiddenStates:
         """Tokens of a document."""
         return self.documents[index].end - self.documents[index].start
 
-    def read(self, index: int, names: Iterable[str] = PER_TOKEN) -> dict[str, Tensor]:
-        """The per-token tensors of a document, or those of `names`."""
+    def read(self, index: int, names: Iterable[str] = ()) -> dict[str, Tensor]:
+        """The per-token tensors of a document as `unpacked` gives them, or those of `names`, which are no states."""
         document = self.documents[index]
         file = self._files[document.shard]
-        return {name: file.get_slice(name)[document.start : document.end] for name in names}
+        if names:
+            return {name: file.get_slice(name)[document.start : document.end] for name in names}
+        tensors = cut(file, document.start, document.end)
+        return unpacked(tensors, tensors["loss_mask"])
 
 
 def pack(lengths: list[int], row_tokens: int) -> list[list[int]]:
@@ -110,7 +114,10 @@ def pack(lengths: list[int], row_tokens: int) -> list[list[int]]:
 
 @dataclass
 class Batch:
-    """B rows of S tokens, each of packed documents one after another; zeros where no document is."""
+    """B rows of S tokens, each of packed documents one after another; zeros where no document is.
+
+    The target's law is told by `final` or by `top_ids` and `top_logits`; the other is None.
+    """
 
     input_ids: Tensor
     """int [B, S]."""
@@ -118,14 +125,18 @@ class Batch:
     """[B, S], nonzero at answer tokens."""
     aux: Tensor
     """[B, S, 3H], inputs of the aux layers, low to high."""
-    final: Tensor
-    """[B, S, H], after the target's final norm."""
     greedy: Tensor
     """int [B, S], the target's argmax for the next token."""
     documents: Tensor
     """int64 [B, S], 1, 2, ... by document of the row, 0 for padding."""
     positions: Tensor
     """int64 [B, S], from 0 in each document."""
+    final: Tensor | None = None
+    """[B, S, H], after the target's final norm; anything where no target is scored."""
+    top_ids: Tensor | None = None
+    """int32 [B, S, 64], ids of the largest logits of the full vocabulary."""
+    top_logits: Tensor | None = None
+    """[B, S, 64], these logits up to a constant of each token, largest first."""
 
     @classmethod
     def row(cls, documents: Sequence[dict[str, Tensor]], row_tokens: int = 0) -> "Batch":
@@ -144,12 +155,24 @@ class Batch:
     @classmethod
     def stack(cls, rows: Sequence["Batch"]) -> "Batch":
         """Batches of equal S one below the other."""
-        names = [field.name for field in fields(cls)]
-        return cls(**{name: torch.cat([getattr(row, name) for row in rows]) for name in names})
+        return cls(**{name: torch.cat([row.tensors[name] for row in rows]) for name in rows[0].tensors})
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, those that are there."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """A batch of every tensor changed."""
+        return Batch(**{name: change(tensor) for name, tensor in self.tensors.items()})
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same on `device`."""
-        return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()})
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def cast(self, dtype: torch.dtype) -> "Batch":
+        """The same with `aux` and `final` in `dtype`."""
+        return replace(self, aux=self.aux.to(dtype), final=None if self.final is None else self.final.to(dtype))
 
 
 class PackedRows:
@@ -173,7 +196,7 @@ class PackedRows:
 
     def empty(self) -> Batch:
         """A row of padding alone."""
-        return Batch(**{name: torch.zeros_like(tensor) for name, tensor in vars(self[0]).items()})
+        return self[0].each(torch.zeros_like)
 
     def __getitem__(self, index: int) -> Batch:
         return Batch.row([self.states.read(document) for document in self.rows[index]], self.row_tokens)
