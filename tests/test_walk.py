@@ -64,7 +64,7 @@ def test_a_walk_round_by_round(right: list[list[bool]], prompt: int) -> None:
     flags = torch.tensor(right)[: len(places)].T
     drafted = torch.where(flags, ids[0][wanted], torch.zeros_like(wanted))
     nothing = torch.zeros(STEPS, len(places))
-    output = StepOutput(places, counted, counted, drafted, drafted, nothing, nothing[..., None])
+    output = StepOutput(places, counted, counted, counted, drafted, drafted, nothing, nothing[..., None])
     expected = [0] * (STEPS + 1)
     at = first
     while at < size - 2:

@@ -232,7 +232,14 @@ class _Run:
                 expected=f"{len(self.documents[key])} tokens",
                 found=lengths,
             )
-        return packed(joined, self.params.format, self.params.law, self.source.head, self.scored.get(key))
+        return packed(
+            joined,
+            self.params.format,
+            self.params.law,
+            self.source.head,
+            self.scored.get(key),
+            len(self.source.aux_layers),
+        )
 
     # the diagnostic shard
 

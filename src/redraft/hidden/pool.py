@@ -22,7 +22,7 @@ from redraft.frame.errors import RedraftError
 from redraft.frame.files import read_object
 from redraft.frame.progress import note
 from redraft.frame.store import fingerprint, store_root
-from redraft.hidden.formats import scored_places
+from redraft.hidden.formats import scored_positions
 from redraft.hidden.shards import Shard, read_entry, require_whole
 
 FORMAT = 1
@@ -46,7 +46,7 @@ def documents_of(corpus: Corpus, law: str) -> list[tuple[str, Tensor | None]]:
     found = []
     for index in range(len(corpus)):
         ids, mask = corpus.document(index)
-        scored = scored_places(mask) if law == "scored" else None
+        scored = scored_positions(mask) if law == "scored" else None
         found.append((document_key(ids, scored), scored))
     return found
 

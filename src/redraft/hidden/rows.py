@@ -1,8 +1,8 @@
 """Documents of hidden states, read by memory map and packed into rows for training."""
 
 import bisect
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ class HiddenStates:
         """The tensors of a document that `Batch` holds, T tokens each."""
         ids, mask = self.corpus.document(index)
         number, place = self._places[index]
-        return {"input_ids": ids, "loss_mask": mask, **unpacked(self._files[number].read(place))}
+        return {"input_ids": ids, "loss_mask": mask, **unpacked(self._files[number].read(place), mask)}
 
 
 def pack(lengths: list[int], row_tokens: int) -> list[list[int]]:
@@ -132,7 +132,10 @@ def pack(lengths: list[int], row_tokens: int) -> list[list[int]]:
 
 @dataclass
 class Batch:
-    """B rows of S tokens, each of packed documents one after another; zeros where no document is."""
+    """B rows of S tokens, each of packed documents one after another; zeros where no document is.
+
+    The target's law is told by `final` or by `top_ids` and `top_logits`; the other is None.
+    """
 
     input_ids: Tensor
     """int [B, S]."""
@@ -140,14 +143,18 @@ class Batch:
     """[B, S], nonzero at answer tokens."""
     aux: Tensor
     """[B, S, 3H], inputs of the aux layers, low to high."""
-    final: Tensor
-    """[B, S, H], after the target's final norm."""
     greedy: Tensor
     """int [B, S], the target's argmax for the next token."""
     documents: Tensor
     """int64 [B, S], 1, 2, ... by document of the row, 0 for padding."""
     positions: Tensor
     """int64 [B, S], from 0 in each document."""
+    final: Tensor | None = None
+    """[B, S, H], after the target's final norm; anything where no target is scored."""
+    top_ids: Tensor | None = None
+    """int32 [B, S, 64], ids of the largest logits of the full vocabulary."""
+    top_logits: Tensor | None = None
+    """[B, S, 64], these logits up to a constant of each token, largest first."""
 
     @classmethod
     def row(cls, documents: Sequence[dict[str, Tensor]], row_tokens: int = 0) -> "Batch":
@@ -166,12 +173,24 @@ class Batch:
     @classmethod
     def stack(cls, rows: Sequence["Batch"]) -> "Batch":
         """Batches of equal S one below the other."""
-        names = [field.name for field in fields(cls)]
-        return cls(**{name: torch.cat([getattr(row, name) for row in rows]) for name in names})
+        return cls(**{name: torch.cat([row.tensors[name] for row in rows]) for name in rows[0].tensors})
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, those that are there."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """A batch of every tensor changed."""
+        return Batch(**{name: change(tensor) for name, tensor in self.tensors.items()})
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same on `device`."""
-        return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()})
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def cast(self, dtype: torch.dtype) -> "Batch":
+        """The same with `aux` and `final` in `dtype`."""
+        return replace(self, aux=self.aux.to(dtype), final=None if self.final is None else self.final.to(dtype))
 
 
 class PackedRows:
@@ -195,7 +214,7 @@ class PackedRows:
 
     def empty(self) -> Batch:
         """A row of padding alone."""
-        return Batch(**{name: torch.zeros_like(tensor) for name, tensor in vars(self[0]).items()})
+        return self[0].each(torch.zeros_like)
 
     def __getitem__(self, index: int) -> Batch:
         return Batch.row([self.states.read(document) for document in self.rows[index]], self.row_tokens)

@@ -140,6 +140,7 @@ def alternatives(
                 yield name, tried(aux=states)
     for by, word in ((-1, "late"), (1, "early")):
         yield f"tokens come one position too {word}", tried(input_ids=batch.input_ids.roll(by, 1))
+    assert batch.final is not None
     normed = F.rms_norm(batch.final, ends.norm.shape, ends.norm.float().to(device), NORM_EPS)
     best = greedy_tokens(normed, head.float())
     yield "the final state was taken before its norm", tried(final=normed, greedy=best)
