@@ -40,7 +40,7 @@ Corpora = Mapping[str, Corpus]
 Manifest = dict[str, Any]
 
 
-def extract_folder(folder: Path, corpora: Corpora, profile: Profile) -> Manifest:
+def extract_folder(folder: Path, corpora: Corpora, profile: Profile, like: Manifest | None = None) -> Manifest:
     """The hidden states of the target in `folder` over `corpora`, by the profile's engine. See `extract`."""
     config = read_config(folder, profile.target.trust_remote_code)
     source = Source(
@@ -50,7 +50,7 @@ def extract_folder(folder: Path, corpora: Corpora, profile: Profile) -> Manifest
         aux_layers=aux_layers_of(config, profile.target.aux_layers),
         depth=config.get_text_config().num_hidden_layers,
     )
-    return extract(source, corpora, profile.extract)
+    return extract(source, corpora, profile.extract, like)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class _Split:
     fingerprint: str
 
 
-def extract(source: Source, corpora: Corpora, params: ExtractParams) -> Manifest:
+def extract(source: Source, corpora: Corpora, params: ExtractParams, like: Manifest | None = None) -> Manifest:
     """Make what the store lacks of `corpora`, shard by shard, and return the manifest.
 
     The store is asked first: the engine is opened only for what is missing. A process that is killed leaves whole
@@ -85,6 +85,7 @@ def extract(source: Source, corpora: Corpora, params: ExtractParams) -> Manifest
         source: where states come from.
         corpora: by split; a split `heldout` also gives the diagnostic shard.
         params: batch size, shard size and checks.
+        like: a manifest whose shards are to be made again with the same documents, if it is of the same corpora.
 
     Raises:
         RedraftError: a disk without room, an engine that fails, or a sample that differs by more than
@@ -92,7 +93,7 @@ def extract(source: Source, corpora: Corpora, params: ExtractParams) -> Manifest
     """
     run = _Run(source, params)
     with run.pool.held():
-        run.take(corpora)
+        run.take(corpora, like)
         if run.missing or run.unchecked or run.diagnostic_missing:
             require_room(run.pool.folder, run.bytes_needed())
             with source.opening.open(run.layers()) as engine:
@@ -127,7 +128,7 @@ class _Run:
 
     # what is there
 
-    def take(self, corpora: Corpora) -> None:
+    def take(self, corpora: Corpora, like: Manifest | None = None) -> None:
         """Find out what is there of `corpora` and plan the rest."""
         for name, corpus in corpora.items():
             listed = documents_of(corpus, self.params.law)
@@ -139,6 +140,7 @@ class _Run:
             self.splits.append(_Split(name, corpus, keys, split_fingerprint(self.pool.name, keys)))
         self.places, broken = self.pool.places(self.documents)
         again = [list(shard.documents) for shard in broken if self.documents.keys() >= set(shard.documents)]
+        again += self._groups_of(like) if like else []
         planned = {key for group in again for key in group}
         lengths = {
             key: len(ids) for key, ids in self.documents.items() if key not in self.places and key not in planned
@@ -149,6 +151,18 @@ class _Run:
         reused = len({name for name, _ in self.places.values()})
         if self.missing and reused:
             note(f"hidden states: shards: reused {reused}, redone {len(self.missing)}")
+
+    def _groups_of(self, like: Manifest) -> list[list[str]]:
+        """Keys of the documents of every shard of a manifest that lacks none of them and is not there."""
+        found: dict[int, dict[int, str]] = {}
+        for split in self.splits:
+            told = like["splits"].get(split.name, {})
+            if told.get("fingerprint") == split.fingerprint:
+                for key, (shard, place) in zip(split.keys, told["places"], strict=True):
+                    found.setdefault(shard, {})[place] = key
+        groups_ = [[group[place] for place in sorted(group)] for group in found.values()]
+        lost = [group for group in groups_ if not self.places.keys() & set(group)]
+        return [group for group in lost if shard_name(group) in {shard["name"] for shard in like["shards"]}]
 
     @property
     def unchecked(self) -> list[_Split]:

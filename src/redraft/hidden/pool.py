@@ -74,13 +74,21 @@ class Pool:
         return store_root() / "hidden" / self.name
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """For one process at a time; what another one that was killed left half-written is removed."""
+    def held(self, wait: bool = True) -> Iterator[None]:
+        """For one process at a time; what another one that was killed left half-written is removed.
+
+        Raises:
+            RedraftError: another one has it, without `wait`.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.folder.with_suffix(".lock"))
         try:
             lock.acquire(timeout=0)
         except Timeout:
+            if not wait:
+                raise RedraftError(
+                    "Another process makes hidden states here.", where=self.folder, fix="wait for it, or end it"
+                ) from None
             note(f"waiting for another process that makes the hidden states in {self.folder}")
             lock.acquire()
         try:
