@@ -15,7 +15,7 @@ from redraft.frame.errors import RedraftError
 from redraft.frame.profile import ExtractParams, Profile
 from redraft.frame.progress import counter, note
 from redraft.frame.store import fingerprint
-from redraft.hidden import in_process
+from redraft.hidden import in_process, vllm
 from redraft.hidden.diagnostic import chosen_documents, layers_around, measurable, pack_diagnostic
 from redraft.hidden.engine import Engine, Opening, States
 from redraft.hidden.formats import packed, token_bytes, unpacked
@@ -35,7 +35,7 @@ from redraft.hidden.shards import Shard, remove_shard, shard_name, write_shard
 from redraft.target.config import aux_layers_of, read_config
 from redraft.target.ends import read_ends, target_hash
 
-OPENINGS = {"transformers": in_process.opening}
+OPENINGS = {"transformers": in_process.opening, "vllm": vllm.opening}
 Corpora = Mapping[str, Corpus]
 Manifest = dict[str, Any]
 
