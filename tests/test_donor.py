@@ -360,7 +360,9 @@ def test_c64_a_donor_of_a_llama_target_names_outputs(
     with_ids(folder, [2, 4, 5])
     config = read_config(llama_target).get_text_config()
     config.architectures = [name]
-    with pytest.raises(RedraftError, match=r"\(3, 5, 6\)[\s\S]*\[1, 3, 4\]"):
+    with pytest.raises(
+        RedraftError, match=r"\(3, 5, 6\)[\s\S]*target.aux_layers: \[3, 5, 6\][\s\S]*target.aux_layers: \[2, 4, 5\]"
+    ):
         read_donor(folder, config, AUX)
     assert ("error", "layers-shifted") in rules(folder, target, trained=AUX)
     read_donor(edit(folder, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}), config, AUX)
