@@ -72,7 +72,7 @@ def documents(
 def extracted(
     folder: Path, profile: Profile, groups: list[list[Tensor]], around: bool = False, layers: tuple[int, ...] = AUX
 ) -> dict[tuple[int, int], States]:
-    with opening(folder, profile).open() as engine:
+    with opening(folder, profile).open(()) as engine:
         return {each[:2]: each[2] for each in engine.states(groups, layers, around=around)}
 
 
@@ -107,7 +107,7 @@ def test_states_of_several_servers(folder: Path) -> None:
     groups, ends = documents(), read_ends(folder)
     opened = opening(folder, served(servers=2))
     assert opened.identity == {"name": "vllm", "release": "0.32.0", "dtype": "fp32"}
-    with opened.open() as engine:
+    with opened.open(()) as engine:
         assert isinstance(engine, VllmEngine)
         check({each[:2]: each[2] for each in engine.states(groups, AUX)}, groups, ends, AUX)
         first = [requests.get(f"{each.client.base}/seen", timeout=9).json() for each in engine.servers.servers]
@@ -125,7 +125,7 @@ def test_states_of_several_servers(folder: Path) -> None:
 def test_order_and_the_files_in_flight_are_bounded(folder: Path) -> None:
     """However slow the reader is; a document is never two shards ahead."""
     groups = documents(sizes=((4,) * 10, (3,) * 10, (5,) * 10))
-    with opening(folder, served("late", 5, 3)).open() as engine:
+    with opening(folder, served("late", 5, 3)).open(()) as engine:
         assert isinstance(engine, VllmEngine)
         order = []
         for group, _, _ in engine.states(groups, AUX):
@@ -195,7 +195,7 @@ def test_a_release_without_the_last_state(folder: Path) -> None:
 def test_joined_servers_must_agree(folder: Path) -> None:
     """What they were launched with they do not tell; what they give is compared, between them and with the profile."""
     groups, ends = documents(), read_ends(folder)
-    with opening(folder, served()).open() as one, opening(folder, served()).open() as other:
+    with opening(folder, served()).open(()) as one, opening(folder, served()).open(()) as other:
         assert isinstance(one, VllmEngine)
         assert isinstance(other, VllmEngine)
         list(one.states(groups, AUX))
@@ -265,7 +265,7 @@ import sys, test_vllm_states as tests
 from pathlib import Path
 groups = tests.documents(sizes=((9,) * 400,))
 tests.transfer.SHARED_MEMORY = Path(sys.argv[2])
-with tests.opening(Path(sys.argv[1]), tests.served("late", 3)).open() as engine:
+with tests.opening(Path(sys.argv[1]), tests.served("late", 3)).open(()) as engine:
     for done, _ in enumerate(engine.states(groups, (2, 4, 5))):
         print(done, flush=True)
 """

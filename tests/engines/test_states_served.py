@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REDRAFT_STORE", str(tmp_path_factory.mktemp("store")))
-        with opening(folder, served()).open() as engine:
+        with opening(folder, served()).open(()) as engine:
             assert isinstance(engine, VllmEngine)
             yield engine
 
@@ -126,7 +126,7 @@ def test_the_servers_own_law_is_that_of_the_final_state(engine: VllmEngine, fold
 
 
 def refuse(folder: Path, profile: Profile, message: str) -> None:
-    with opening(folder, profile).open() as engine, pytest.raises(RedraftError, match=message):
+    with opening(folder, profile).open(()) as engine, pytest.raises(RedraftError, match=message):
         next(iter(engine.states(documents(2), AUX)))
 
 
@@ -136,7 +136,7 @@ def test_a_joined_server_is_looked_at(engine: VllmEngine, folder: Path, tmp_path
     opened = opening(folder, served(**joined))
     assert opened.identity == opening(folder, served()).identity
     ids = documents(2)
-    with opened.open() as other:
+    with opened.open(()) as other:
         mine = {job[:2]: job[2] for job in engine.states(ids, AUX)}
         for group, place, states in other.states(ids, AUX):
             for name, state in states.items():
@@ -175,7 +175,7 @@ def test_states_of_experts_and_latent_attention(folder: Path, tmp_path: Path, mo
         shutil.copy(path, target)
     flags = {"enforce-eager": True, "compilation-config": '{"custom_ops":["none"]}'}
     profile = served(flags=flags, env={**ENVIRONMENT, "VLLM_MLA_DISABLE": "1"})
-    with opening(target, profile).open() as engine:
+    with opening(target, profile).open(()) as engine:
         worst = differences(engine, load_target(target, dtype="fp32", aux_layers=AUX), documents(0))
     print(f"\nDeepSeek, fp32: {told(worst)}")
     assert worst.pop("greedy") == 0
@@ -187,7 +187,7 @@ def test_bf16_is_near(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Measured: docs/hidden.md has the numbers."""
     monkeypatch.setenv("REDRAFT_STORE", str(tmp_path))
     target = load_target(folder, dtype="bf16", aux_layers=AUX)
-    with opening(folder, served("bf16")).open() as engine:
+    with opening(folder, served("bf16")).open(()) as engine:
         worst = differences(engine, target, documents(0))
     print(f"\nbf16: {told(worst)}")
     assert worst.pop("greedy") < 0.1

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,6 @@ from redraft.frame.device import compute_device, resolve
 from redraft.frame.errors import RedraftError
 from redraft.frame.http import ReplyError, parsed
 from redraft.frame.profile import Profile
-from redraft.frame.progress import counter
 from redraft.hidden.engine import Engine, Opening, States
 from redraft.hidden.transfer import TransferError, take_states
 from redraft.hidden.vllm_reply import Asked, Reply, checked, failed, law_of
@@ -60,10 +59,10 @@ def opening(folder: Path, profile: Profile) -> Opening:
     release = release_of(params)
 
     @contextmanager
-    def opened() -> Iterator[Engine]:
+    def opened(layers: Sequence[int]) -> Iterator[Engine]:
         ends, facts = read_ends(folder), read_facts(folder)
         norm = final_norm(folder, ends.norm, bool(profile.target.trust_remote_code))
-        servers = StateServers(folder, facts, profile, release)
+        servers = StateServers(folder, facts, profile, release, layers)
         try:
             yield VllmEngine(servers, ends, norm)
         finally:
@@ -86,7 +85,7 @@ class VllmEngine:
 
     def states(
         self, groups: Sequence[Sequence[Tensor]], layers: Sequence[int], *, around: bool = False
-    ) -> Iterator[tuple[int, int, States]]:
+    ) -> Generator[tuple[int, int, States]]:
         """See `Engine`; bits depend on what a server batches a document with.
 
         Raises:
@@ -100,11 +99,8 @@ class VllmEngine:
         self._check_lengths(jobs)
         ids = jobs[0].ids.repeat(PROBE_TOKENS)  # never one token first: vLLM 0.32 for CPUs dies of that in bf16 on AMX
         self._probe(ids[: min(PROBE_TOKENS, *(server.longest for server in self.servers.servers))], top64)
-        tokens, several = sum(len(job.ids) for job in jobs), f"{len(self.servers.servers)} vLLM server"
-        with counter(tokens, f"states from {several}{'s' * (len(self.servers.servers) > 1)}", "token") as bar:
-            for job, reply in self._replies(jobs):
-                yield job.group, job.place, self._finished(job, reply, layers, around)
-                bar.update(len(job.ids))
+        for job, reply in self._replies(jobs):
+            yield job.group, job.place, self._finished(job, reply, layers, around)
 
     def _check_lengths(self, jobs: list[Asked]) -> None:
         most = min(server.longest for server in self.servers.servers)

@@ -14,10 +14,11 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from redraft.frame.errors import RedraftError, some
+from redraft.frame.extraction import StateServerParams
 from redraft.frame.files import read_object
 from redraft.frame.http import Client, ReplyError, parsed
 from redraft.frame.process import ServerProcess, free_port
-from redraft.frame.profile import Profile, StateServerParams
+from redraft.frame.profile import Profile
 from redraft.frame.progress import note
 from redraft.frame.store import store_root
 from redraft.hidden.transfer import transfer_folder
@@ -115,12 +116,15 @@ def identity_of(params: StateServerParams, release: str) -> dict[str, Any]:
 class StateServers:
     """The servers of one extraction; those that were launched are ended by `close`."""
 
-    def __init__(self, target: Path, facts: TargetFacts, profile: Profile, release: str) -> None:
-        """`release` as `release_of` tells it: a build for CPUs takes another connector."""
+    def __init__(
+        self, target: Path, facts: TargetFacts, profile: Profile, release: str, layers: Sequence[int] = ()
+    ) -> None:
+        """`release` as `release_of` tells it: a build for CPUs takes another connector. `layers` will be asked for."""
         params = profile.extract.server
         assert params is not None
         self.params, self.facts, self.profile, self.release = params, facts, profile, release
         self.weights = weights_folder(target).absolute()
+        self._coming = set(layers) - {0}
         self.layers: tuple[int, ...] = ()
         """States that the running servers give, ascending."""
         self.servers: list[StateServer] = []
@@ -150,7 +154,7 @@ class StateServers:
             self._join(sorted(needed))
         else:
             self.close()
-            self._launch(tuple(sorted(needed | set(self.layers) | set(given or ()))))
+            self._launch(tuple(sorted(needed | self._coming | set(self.layers) | set(given or ()))))
 
     def close(self) -> None:
         """End what was launched and remove the folder of the transfer."""
