@@ -128,7 +128,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_project(tmp_path_factory.mktemp("project"))
 
 
-def make_project(folder: Path, config: object = None, python: str = sys.executable, **fields: object) -> Path:
+def make_project(
+    folder: Path,
+    config: object = None,
+    python: str = sys.executable,
+    aux_layers: tuple[int, ...] = (2, 4, 5),
+    **fields: object,
+) -> Path:
     """A target (by default a Llama whose layers differ much), a drafter of it, prompts, and a profile named `tiny`.
 
     `fields` are added to the target's config.json.
@@ -145,6 +151,7 @@ def make_project(folder: Path, config: object = None, python: str = sys.executab
     text = (ROOT / "profiles/tiny.yaml").read_text().replace(".engines/sglang/bin/python", python)
     text = text.replace("slots: 400", "slots: 200").replace("force_bytes: true", "force_bytes: false")
     text = text.replace("epochs: 6", "epochs: 40")
+    text = text.replace("source: fit:tiny", f"source: fit:tiny\n  aux_layers: {list(aux_layers)}")
     artifacts = folder / "artifacts"
     fit_tiny(artifacts / "target", config=config or tiny_llama(initializer_range=0.2))
     path = artifacts / "target/config.json"
@@ -159,7 +166,7 @@ def make_project(folder: Path, config: object = None, python: str = sys.executab
         patch.setenv("REDRAFT_STORE", str(folder / ".store"))
         drafter, _ = train_donor(artifacts / "target", corpus, profile)
     for name in ("drafter", "donor"):
-        write_checkpoint(artifacts / name, drafter, (2, 4, 5))
+        write_checkpoint(artifacts / name, drafter, aux_layers, artifacts / "target")
     (folder / "stages").symlink_to(ROOT / "stages")
     (folder / "profiles").mkdir()
     (folder / "profiles/tiny.yaml").write_text(text)

@@ -164,6 +164,22 @@ def test_a_tokenizer_of_the_same_size_is_compared_or_said_not_to_be(mine: Path, 
     assert "tokenizer: 2 ids mean another token to the donor" in found.lines
 
 
+def test_other_layers_are_told_and_no_fault(mine: Path) -> None:
+    def notes(*layers: int) -> str:
+        edit(mine, target__aux_layers=list(layers))
+        found = check(load_config(profile="mine"), mine)
+        assert found.faults == []
+        return "\n".join(found.notes)
+
+    assert "SGLang" not in notes(2, 4, 5)
+    assert "taken to be trained on [3, 5, 6]" in notes(3, 5, 6)
+    assert "SGLang" not in notes(3, 5, 6)
+    config = mine / "models/target/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["DeepseekV3ForCausalLM"]}))
+    assert "SGLang 0.5.11 to 0.5.12 alone captures" in notes(1, 3, 4)
+    assert "SGLang" not in notes(3, 5, 6)
+
+
 def test_keys_without_effect_are_told(mine: Path) -> None:
     edit(mine, donor__slots=300)
     notes = "\n".join(check(load_config(profile="mine"), mine).notes)

@@ -50,7 +50,7 @@ def carried_layers(
             found=f"inputs of layers {list(known or ())}",
         )
     layers = tuple(given) if given is not None else known
-    ids = written_ids(layers, target) if layers and (layers[0] == 2 or target or off) else nested
+    ids = written_ids(layers, target) if layers and (layers[0] == 2 or off or nested is None) else nested
     if layers is None and nested is not None:
         tell(
             f"note: which layers the ids {nested} of {donor} mean depends on its target: they are kept as they are. "
