@@ -278,9 +278,7 @@ def tiny() -> dict[str, list[tuple[str, str]]]:
 def rows(profile: str) -> dict[str, list[dict[str, Any]]]:
     """Rows to answer, by split."""
     corpora = (
-        tiny()
-        if profile in TINY
-        else {name: compose(forms) + compose(again(forms)) for name, forms in CORPORA.items()}
+        tiny() if profile in TINY else {name: compose(forms) + compose(again(forms)) for name, forms in CORPORA.items()}
     )
     both = topics(HELDOUT) & topics(COMPUTING)
     assert not both, f"held-out topics that are trained on: {both}"

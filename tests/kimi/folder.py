@@ -1,4 +1,4 @@
-"""Writes the small tokenizer of Kimi's kind into a target's folder; its ranks know more of the world than the target's."""
+"""Writes the small tokenizer of Kimi's kind into a target's folder; its ranks know more than one language."""
 
 from pathlib import Path
 

@@ -91,7 +91,7 @@ class Target:
 
 
 def _class_of(config: Any) -> Any:
-    """The class that `config` names; where transformers has it under another name, or code of its own, an auto class."""
+    """The class that `config` names, or an auto class where transformers has it under another name or not at all."""
     transformers = offline_transformers()
     auto = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
     known = next((each for each in auto if type(config) in each._model_mapping), auto[0])

