@@ -4,10 +4,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from redraft.corpus.corpus import read_corpus
 from redraft.drafter.checkpoint import read_checkpoint, write_checkpoint
 from redraft.frame.params import Config
 from redraft.frame.stage import Result, run
-from redraft.hidden.rows import HiddenStates
+from redraft.hidden.rows import HiddenStates, read_manifest
 from redraft.remap.first_step import best_fill, first_steps
 from redraft.remap.remap import count_sources, initial, prove
 from redraft.target.ends import read_ends, target_hash
@@ -24,12 +25,14 @@ def main(config: Config) -> Result:
         read_vocab(Path("artifacts/vocab")),
         read_ends(TARGET),
     )
-    heldout = HiddenStates(Path("artifacts/hidden/manifest.json"), "heldout", target=target_hash(TARGET))
+    corpus = read_corpus(Path("artifacts/corpus/heldout.safetensors"))
+    manifest = read_manifest(Path("artifacts/hidden/manifest.json"))
+    heldout = HiddenStates(manifest, "heldout", corpus, target=target_hash(TARGET))
     table = first_steps(donor, mapping, ends, heldout, config.fit())
     fill = best_fill(table) if knobs.fill == "auto" else knobs.fill
     chosen = initial(knobs.init, fill, donor, mapping, ends.head, knobs.seed)
     chosen.record["donor_accuracy"] = table["keep_donor_vocab"]["accuracy"]
-    write_checkpoint(Path("artifacts/initial"), chosen, tuple(heldout.manifest["aux_layers"]))
+    write_checkpoint(Path("artifacts/initial"), chosen, tuple(manifest["aux_layers"]))
     if knobs.init == "naive":
         print(WARNING)
     option = f"remap_{fill}" if knobs.init == "remap" else knobs.init

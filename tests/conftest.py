@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,13 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from redraft.corpus.corpus import Corpus, write_corpus
 from redraft.drafter.checkpoint import Checkpoint
 from redraft.drafter.model import Drafter, DrafterConfig
-from redraft.hidden.extract import extract
+from redraft.frame.profile import ExtractParams
+from redraft.hidden.engine import Opening
+from redraft.hidden.extract import Manifest, Source, extract
+from redraft.hidden.in_process import InProcess
 from redraft.hidden.rows import HiddenStates
 from redraft.target.ends import Ends, read_ends, target_hash
 from redraft.target.model import Target, load_target
@@ -193,6 +198,34 @@ def some_checkpoint(seed: int = 0, slots: int = SLOTS, scale: float = 8.0) -> Ch
     return Checkpoint(drafter, some_mapping(seed, slots))
 
 
+def source_of(target: Target, identity: str = "x", batch_tokens: int = 40) -> Source:
+    """A loaded target as what states come from."""
+    opening = Opening(
+        {"name": "transformers", "release": "the tests'", "dtype": str(target.head.dtype)},
+        lambda layers: nullcontext(InProcess(target, batch_tokens)),
+    )
+    return Source(opening, identity, target.head, target.aux_layers, len(target.decoder.layers))
+
+
+def extracted(target: Target, corpora: dict[str, Corpus], params: ExtractParams, identity: str = "x") -> Manifest:
+    """The manifest of what was made of `corpora` in the store."""
+    return extract(source_of(target, identity, params.batch_tokens), corpora, params)
+
+
+def write_states(states: dict[str, HiddenStates], folder: Path) -> None:
+    """Manifest and corpora for another process, under the names that stages use."""
+    (folder / "hidden").mkdir(parents=True, exist_ok=True)
+    (folder / "hidden/manifest.json").write_text(json.dumps(states["train"].manifest))
+    for split, each in states.items():
+        write_corpus(folder / "corpus" / f"{split}.safetensors", each.corpus)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("REDRAFT_STORE", str(tmp_path / "store"))
+    return tmp_path / "store"
+
+
 @pytest.fixture
 def states(
     target: Target, llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,8 +235,8 @@ def states(
 
     monkeypatch.setenv("REDRAFT_STORE", str(tmp_path / "store"))
     corpora = {"train": corpus_of([30, 25, 20, 18, 40, 33]), "heldout": corpus_of([30, 25, 20], seed=0)}
-    manifest = extract(target, target_hash(llama_folder), corpora, PARAMS)
-    return {split: HiddenStates(manifest, split) for split in corpora}
+    manifest = extracted(target, corpora, PARAMS, target_hash(llama_folder))
+    return {split: HiddenStates(manifest, split, corpus) for split, corpus in corpora.items()}
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """The TTT step against a slow, literal drafter that serves position by position with its own cache."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from redraft.drafter.checkpoint import Checkpoint
+from redraft.hidden.formats import packed, scored_positions, unpacked
 from redraft.hidden.rows import Batch
 from redraft.train.attention import TTTAttention, _fused
 from redraft.train.measure import Tally
@@ -80,7 +83,15 @@ def batch_of(seed: int, rows: list[list[int]]) -> Batch:
             mask[row, at + length // 3 : at + length] = 1
             at += length
     aux, final = torch.randn(len(rows), width, 3 * HIDDEN), torch.randn(len(rows), width, HIDDEN)
-    return Batch(ids, mask, aux, final, greedy_tokens(final, HEAD), documents, positions)
+    return Batch(ids, mask, aux, greedy_tokens(final, HEAD), documents, positions, final)
+
+
+def of_the_top(batch: Batch, count: int) -> Batch:
+    """The same batch with the law of the `count` largest logits, each moved by a constant of its token."""
+    assert batch.final is not None
+    logits = batch.final @ HEAD.T
+    top = (logits + logits.mean(-1, keepdim=True)).topk(count)
+    return replace(batch, final=None, top_ids=top.indices.int(), top_logits=top.values)
 
 
 def run(checkpoint: Checkpoint, batch: Batch, steps: int = STEPS) -> StepOutput:
@@ -117,6 +128,7 @@ def test_loss_and_accuracy_by_their_definitions() -> None:
         for step in range(STEPS):
             if not output.counted[step, column]:
                 continue
+            assert batch.final is not None
             logits = HEAD @ batch.final[row, t + 1 + step]
             law = logits[ids].softmax(0)
             loss = -(law * output.logits[step, column].log_softmax(0)).sum()
@@ -141,15 +153,17 @@ def test_a_position_counts_iff_both_tokens_are_in_one_answer(tokens: list[tuple[
             assert bool(counted[step, t]) == inside
 
 
-def test_packing_changes_nothing() -> None:
+@pytest.mark.parametrize("law", ["states", "top"])
+def test_packing_changes_nothing(law: str) -> None:
     checkpoint = some_checkpoint(5)
     packed = batch_of(5, [[9, 6, 4]])
+    packed = of_the_top(packed, 30) if law == "top" else packed
     together = Tally()
     together.add(run(checkpoint, packed))
     apart = Tally()
     for number in (1, 2, 3):
         own = packed.documents[0] == number
-        apart.add(run(checkpoint, Batch(**{name: tensor[:, own] for name, tensor in vars(packed).items()})))
+        apart.add(run(checkpoint, packed.each(lambda tensor, own=own: tensor[:, own])))
     assert together.positions == apart.positions > 0
     for name in ("loss", "accuracy", "ceiling", "joint"):
         assert getattr(together, name) == pytest.approx(getattr(apart, name), abs=1e-5), name
@@ -160,6 +174,7 @@ def test_tally_measures() -> None:
         flat=torch.arange(3),
         counted=torch.tensor([[True, True, True], [True, True, False]]),
         in_vocab=torch.tensor([[True, False, True], [True, True, True]]),
+        told=torch.ones(2, 3, dtype=torch.bool),
         drafted=torch.tensor([[5, 6, 7], [8, 9, 9]]),
         best=torch.tensor([[5, 0, 7], [0, 9, 9]]),
         losses=torch.tensor([[1.0, 9.0, 3.0], [2.0, 4.0, 9.0]]),
@@ -180,10 +195,10 @@ def test_a_measure_of_nothing_is_none_and_nan_stays() -> None:
     counted = torch.tensor([[True, True, True], [False, False, False]])
     ids, losses = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3)
     tally = Tally()
-    tally.add(StepOutput(torch.arange(3), counted, nothing, ids, ids + 1, losses, torch.zeros(2, 3, 4)))
+    tally.add(StepOutput(torch.arange(3), counted, nothing, nothing, ids, ids + 1, losses, torch.zeros(2, 3, 4)))
     assert (tally.loss, tally.accuracy) == ([None, None], [0.0, None])
     assert (tally.ceiling, tally.joint) == ([0.0, None], [0.0, None])
-    tally.add(StepOutput(torch.arange(3), counted, nothing, ids, ids, losses * np.nan, torch.zeros(2, 3, 4)))
+    tally.add(StepOutput(torch.arange(3), counted, nothing, nothing, ids, ids, losses * np.nan, torch.zeros(2, 3, 4)))
     assert np.isnan(tally.loss[0])  # type: ignore[arg-type]
 
 
@@ -194,10 +209,45 @@ def test_specforges_mask_counts_where_the_read_token_is_supervised() -> None:
     assert counted == [[0, 0, 1, 1, 1, 0, 1, 0], [0, 1, 1, 1, 0, 0, 0, 0]]  # step k: mask[t+k], law at t+1+k inside
 
 
+def test_the_law_of_all_logits_is_that_of_the_states() -> None:
+    checkpoint, batch = some_checkpoint(4), batch_of(4, [[12, 7], [18]])
+    whole, top = run(checkpoint, batch), run(checkpoint, of_the_top(batch, VOCAB))
+    assert torch.allclose(top.losses, whole.losses, atol=1e-5)
+    for name in ("logits", "drafted", "best", "in_vocab", "told"):
+        assert torch.equal(getattr(top, name), getattr(whole, name)), name
+
+
+def test_the_law_of_the_top_by_its_definition() -> None:
+    """Few enough that often none of them has a slot: nothing is learnt there, and no loss is averaged over it."""
+    checkpoint, batch = some_checkpoint(4), batch_of(4, [[12, 7], [18]])
+    top = of_the_top(batch, 3)
+    assert top.top_ids is not None
+    assert top.top_logits is not None
+    module = TTTModule(checkpoint.drafter, checkpoint.mapping, EMBED, HEAD, STEPS)
+    output, width = module(top), batch.input_ids.shape[1]
+    slots = torch.from_numpy(checkpoint.mapping.slots)
+    for column, flat in enumerate(output.flat.tolist()):
+        row, t = divmod(flat, width)
+        for step in output.counted[:, column].nonzero()[:, 0].tolist():
+            at = row, t + 1 + step
+            slot = slots[top.top_ids[at].long()]
+            held = slot >= 0
+            assert bool(output.told[step, column]) == bool(held.any())
+            law = top.top_logits[at][held].softmax(0)
+            loss = -(law * output.logits[step, column].log_softmax(0)[slot[held]]).sum()
+            assert output.losses[step, column].item() == pytest.approx(loss.item(), abs=1e-5)
+    assert not output.contributing("drop")[~output.told].any()
+    assert 0 < output.contributing("train").sum() < output.counted.sum()
+    (output.losses * ~output.told).sum().backward()
+    assert all(weight.grad is None or not weight.grad.any() for weight in checkpoint.drafter.parameters())
+
+
 @pytest.mark.parametrize("counting", ["served", "input"])
 @pytest.mark.parametrize("oov", ["drop", "train"])
-def test_contributing_positions_are_known_before_the_forward(counting: str, oov: str) -> None:
+@pytest.mark.parametrize("law", ["states", "top"])
+def test_contributing_positions_are_known_before_the_forward(counting: str, oov: str, law: str) -> None:
     checkpoint, batch = some_checkpoint(7), batch_of(7, [[9, 6, 4], [15]])
+    batch = of_the_top(batch, 2) if law == "top" else batch
     module = TTTModule(checkpoint.drafter, checkpoint.mapping, EMBED, HEAD, STEPS)
     output = module(batch, counting)
     assert module.contributing(batch, counting, oov).tolist() == output.contributing(oov).sum(1).tolist()
@@ -206,9 +256,9 @@ def test_contributing_positions_are_known_before_the_forward(counting: str, oov:
 
 def test_a_row_of_padding_costs_nothing_and_breaks_nothing() -> None:
     checkpoint = some_checkpoint(1)
-    batch = Batch(**{name: torch.zeros_like(tensor) for name, tensor in vars(batch_of(0, [[9]])).items()})
-    output = run(checkpoint, batch)
-    assert output.losses.shape == (STEPS, 0)
+    whole = batch_of(0, [[9]])
+    for batch in (whole, of_the_top(whole, 30)):
+        assert run(checkpoint, batch.each(torch.zeros_like)).losses.shape == (STEPS, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -251,11 +301,13 @@ def test_without_the_private_kernels_the_plain_form_stands_in(monkeypatch: pytes
     assert not torch.equal(without.logits, with_kernels.logits)  # another order of sums: another path
 
 
-def test_bf16_is_bf16_and_near() -> None:
+@pytest.mark.parametrize("law", ["states", "top"])
+def test_bf16_is_bf16_and_near(law: str) -> None:
     """D A7: an autocast opened outside is switched off by the module, so both sides of a comparison were fp32."""
     found = {}
     for precision in ("fp32", "bf16"):
         checkpoint, batch = some_checkpoint(1), batch_of(1, [[9, 6, 4], [5, 13], [19]])
+        batch = of_the_top(batch, 64) if law == "top" else batch
         module = TTTModule(checkpoint.drafter, checkpoint.mapping, EMBED, HEAD, STEPS, precision)
         output = module(batch)
         (output.losses * output.contributing()).sum().backward()
@@ -268,3 +320,25 @@ def test_bf16_is_bf16_and_near() -> None:
     gap, turn = float((rounded - loss).abs().max()), float((turned - slope).norm() / slope.norm())
     assert 1e-4 < gap < 0.2  # bf16 keeps 8 bits: 0.4 % of a logit
     assert 1e-4 < turn < 0.2
+
+
+@pytest.mark.parametrize(("kept", "law"), [(kept, law) for kept in ("bf16", "fp8") for law in ("scored", "top64")])
+def test_smaller_states_train_as_whole_ones_do(kept: str, law: str) -> None:
+    """From documents as they are kept to losses: the tokens that are not scored are never asked for."""
+    checkpoint, whole = some_checkpoint(6), batch_of(6, [[9, 6, 4]])
+    whole = whole.cast(torch.bfloat16)
+    documents = []
+    for number in (1, 2, 3):
+        own = {name: tensor[whole.documents == number] for name, tensor in whole.tensors.items()}
+        states = {name: own[name] for name in ("input_ids", "loss_mask", "aux", "final", "greedy")}
+        tensors = packed(states, kept, law, HEAD.bfloat16(), scored_positions(own["loss_mask"]))
+        documents.append(unpacked(tensors, own["loss_mask"]))
+    row = Batch.row(documents, 32)
+    batch = Batch.stack([row, row.each(torch.zeros_like)]).to("cpu").cast(torch.float32)
+    assert (batch.final is None) == (law == "top64")
+    found, expected = run(checkpoint, batch), run(checkpoint, whole.cast(torch.float32))
+    sums = [(each.losses * each.contributing()).sum() for each in (found, expected)]
+    assert found.contributing().sum() == expected.contributing().sum() > 0
+    assert sums[0].item() == pytest.approx(
+        sums[1].item(), rel={"bf16": 1e-5, "fp8": 0.03}[kept] + 0.03 * (law == "top64")
+    )

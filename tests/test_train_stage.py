@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, some_checkpoint, some_mapping
+from conftest import ROOT, extracted, some_checkpoint, some_mapping, write_states
 from filelock import FileLock
 from test_hidden import PARAMS, corpus_of
 
 from redraft.drafter.checkpoint import read_checkpoint, write_checkpoint
 from redraft.frame.curves import read_curve
 from redraft.frame.params import load_config
-from redraft.hidden.extract import extract
-from redraft.hidden.rows import HiddenStates, PackedRows
+from redraft.hidden.rows import HiddenStates, PackedRows, read_manifest
 from redraft.report.page import _first_step
 from redraft.target.ends import read_ends, target_hash
 from redraft.target.model import Target
@@ -48,9 +47,8 @@ def folder(tmp_path: Path, target: Target, llama_folder: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("REDRAFT_STORE", raising=False)
     corpora = {"train": corpus_of([30, 25, 20, 18, 40, 33]), "heldout": corpus_of([30, 25, 20], seed=0)}
-    manifest = extract(target, target_hash(llama_folder), corpora, PARAMS)
-    (tmp_path / "artifacts/hidden").mkdir(parents=True)
-    shutil.copy(manifest, tmp_path / "artifacts/hidden/manifest.json")
+    manifest = extracted(target, corpora, PARAMS, target_hash(llama_folder))
+    write_states({split: HiddenStates(manifest, split, corpora[split]) for split in corpora}, tmp_path / "artifacts")
     (tmp_path / "artifacts/target").symlink_to(llama_folder)
     initial = some_checkpoint(1, scale=1.0)
     initial.record = {"init": "keep_donor_vocab"}
@@ -99,7 +97,9 @@ def test_the_figures_are_those_of_the_drafter_that_is_written(folder: Path) -> N
     )
     written = read_checkpoint(folder / "artifacts/drafter")
     assert written.record["heldout"] == heldout
-    states = HiddenStates(folder / "artifacts/hidden/manifest.json", "heldout")
+    states = HiddenStates(
+        read_manifest(folder / "artifacts/hidden/manifest.json"), "heldout", corpus_of([30, 25, 20], seed=0)
+    )
     ends, params = read_ends(folder / "artifacts/target"), config.fit()
     for name, figures in (("drafter", heldout), ("initial", result.metrics["start"])):
         read = read_checkpoint(folder / "artifacts" / name)
@@ -188,7 +188,7 @@ def test_what_stops_one_process_stops_all_and_is_told_once(folder: Path) -> None
 def test_a_process_that_fails_alone_ends_the_others(folder: Path) -> None:
     params = load_config().fit().model_dump(mode="json")
     job = {
-        "manifest": "artifacts/hidden/manifest.json", "target": "artifacts/target", "out": "out.json", "processes": 2,
+        "states": "artifacts", "target": "artifacts/target", "out": "out.json", "processes": 2,
         "params": params, "fail": True,
     }  # fmt: skip
     (folder / "job.json").write_text(json.dumps(job))

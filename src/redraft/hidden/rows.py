@@ -1,86 +1,108 @@
 """Documents of hidden states, read by memory map and packed into rows for training."""
 
 import bisect
-import itertools
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from redraft.corpus.corpus import Corpus
 from redraft.frame.advice import rerun
 from redraft.frame.errors import RedraftError
-from redraft.frame.files import open_tensors, read_object
+from redraft.frame.files import read_object
 from redraft.frame.store import store_root
-from redraft.hidden.shards import PER_TOKEN, check_present
+from redraft.hidden.formats import unpacked
+from redraft.hidden.pool import FORMAT, documents_of, split_fingerprint
+from redraft.hidden.reading import ShardFile
+from redraft.hidden.shards import Shard, require_all_whole
 
 
-@dataclass(frozen=True)
-class Document:
-    """Where one document lies: tokens `start` to `end` of a shard."""
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest at `path`, as `redraft.hidden.extract.extract` made it.
 
-    shard: int
-    start: int
-    end: int
-    sample: str = ""
-    """Id of its sample in the corpus."""
+    Raises:
+        RedraftError: it cannot be read, or is that of another version.
+    """
+    manifest = read_object(path)
+    if manifest.get("redraft") != FORMAT:
+        raise RedraftError(
+            "The hidden states are those of another version of redraft.",
+            where=path,
+            expected=f"format {FORMAT}",
+            found=manifest.get("redraft", "none"),
+            fix=rerun("extract"),
+        )
+    return manifest
 
 
 class HiddenStates:
-    """Documents of one split, read by memory map."""
+    """The documents of one split in the order of its corpus: states by memory map, ids and masks from the corpus."""
 
-    def __init__(self, manifest: Path, split: str, **identity: Any) -> None:
-        """Check the manifest and that every shard of `split` is present with its size, and index its documents.
+    def __init__(self, manifest: dict[str, Any], split: str, corpus: Corpus, **identity: Any) -> None:
+        """Check that the manifest is of this corpus, and that every shard of `split` is there with its bytes.
 
         Args:
-            manifest: path of the manifest.
+            manifest: see `read_manifest`.
             split: name of a split.
+            corpus: of this split.
             identity: fields of the manifest that must have these values, for example `target` and `aux_layers`.
 
         Raises:
-            RedraftError: a field differs, or a shard is missing or has another size.
+            RedraftError: a field or the corpus differs, or a shard is missing or damaged.
         """
-        self.manifest = read_object(manifest)
-        for name, value in identity.items():
-            if self.manifest.get(name) != value:
+        self.manifest, self.corpus = manifest, corpus
+        told = manifest["splits"][split]
+        keys = [key for key, _ in documents_of(corpus, manifest["law"])]
+        self.fingerprint: str = told["fingerprint"]
+        """Of what decides the states of this split."""
+        wanted = {**identity, f"splits.{split}.fingerprint": split_fingerprint(manifest["states"], keys)}
+        found = {**manifest, f"splits.{split}.fingerprint": self.fingerprint}
+        for name, value in wanted.items():
+            if found.get(name) != value:
                 raise RedraftError(
                     "The hidden states were extracted from something else.",
-                    where=f"{manifest}: {name}",
+                    where=f"hidden states of {split}: {name}",
                     expected=value,
-                    found=self.manifest.get(name),
+                    found=found.get(name),
+                    cause="target, aux layers or corpus changed after they were extracted",
                     fix=rerun("extract"),
                 )
-        folder = store_root() / self.manifest["fingerprint"]
-        self._open, self._files = ExitStack(), list[Any]()
-        self.documents: list[Document] = []
-        for number, entry in enumerate(self.manifest["splits"][split]):
-            path = folder / entry["file"]
-            check_present(path, entry["bytes"])
-            self._files.append(self._open.enter_context(open_tensors(path)))
-            offsets = self._files[-1].get_tensor("offsets").tolist()
-            places = zip(itertools.pairwise(offsets), entry["samples"], strict=True)
-            self.documents += [Document(number, start, end, sample) for (start, end), sample in places]
+        folder = store_root() / "hidden" / manifest["states"]
+        used = {number for number, _ in told["places"]}
+        shards = {number: Shard(documents=(), **manifest["shards"][number]) for number in sorted(used)}
+        require_all_whole(folder, shards.values())
+        self._files = {number: ShardFile(shard.file(folder)) for number, shard in shards.items()}
+        self._places: list[tuple[int, int]] = told["places"]
+        self._lengths: list[int] = corpus.offsets.diff().tolist()
 
     def __len__(self) -> int:
-        return len(self.documents)
+        return len(self._lengths)
 
     @property
     def tokens(self) -> int:
         """Tokens of all documents."""
-        return sum(map(self.length, range(len(self))))
+        return sum(self._lengths)
 
     def length(self, index: int) -> int:
         """Tokens of a document."""
-        return self.documents[index].end - self.documents[index].start
+        return self._lengths[index]
 
-    def read(self, index: int, names: Iterable[str] = PER_TOKEN) -> dict[str, Tensor]:
-        """The per-token tensors of a document, or those of `names`."""
-        document = self.documents[index]
-        file = self._files[document.shard]
-        return {name: file.get_slice(name)[document.start : document.end] for name in names}
+    def sample(self, index: int) -> str:
+        """Id of a document's sample in the corpus."""
+        return self.corpus.samples[index]
+
+    def mask(self, index: int) -> Tensor:
+        """The loss mask of a document, uint8 [T]."""
+        return self.corpus.document(index)[1]
+
+    def read(self, index: int) -> dict[str, Tensor]:
+        """The tensors of a document that `Batch` holds, T tokens each."""
+        ids, mask = self.corpus.document(index)
+        number, place = self._places[index]
+        return {"input_ids": ids, "loss_mask": mask, **unpacked(self._files[number].read(place), mask)}
 
 
 def pack(lengths: list[int], row_tokens: int) -> list[list[int]]:
@@ -110,7 +132,10 @@ def pack(lengths: list[int], row_tokens: int) -> list[list[int]]:
 
 @dataclass
 class Batch:
-    """B rows of S tokens, each of packed documents one after another; zeros where no document is."""
+    """B rows of S tokens, each of packed documents one after another; zeros where no document is.
+
+    The target's law is told by `final` or by `top_ids` and `top_logits`; the other is None.
+    """
 
     input_ids: Tensor
     """int [B, S]."""
@@ -118,14 +143,18 @@ class Batch:
     """[B, S], nonzero at answer tokens."""
     aux: Tensor
     """[B, S, 3H], inputs of the aux layers, low to high."""
-    final: Tensor
-    """[B, S, H], after the target's final norm."""
     greedy: Tensor
     """int [B, S], the target's argmax for the next token."""
     documents: Tensor
     """int64 [B, S], 1, 2, ... by document of the row, 0 for padding."""
     positions: Tensor
     """int64 [B, S], from 0 in each document."""
+    final: Tensor | None = None
+    """[B, S, H], after the target's final norm; anything where no target is scored."""
+    top_ids: Tensor | None = None
+    """int32 [B, S, 64], ids of the largest logits of the full vocabulary."""
+    top_logits: Tensor | None = None
+    """[B, S, 64], these logits up to a constant of each token, largest first."""
 
     @classmethod
     def row(cls, documents: Sequence[dict[str, Tensor]], row_tokens: int = 0) -> "Batch":
@@ -144,12 +173,24 @@ class Batch:
     @classmethod
     def stack(cls, rows: Sequence["Batch"]) -> "Batch":
         """Batches of equal S one below the other."""
-        names = [field.name for field in fields(cls)]
-        return cls(**{name: torch.cat([getattr(row, name) for row in rows]) for name in names})
+        return cls(**{name: torch.cat([row.tensors[name] for row in rows]) for name in rows[0].tensors})
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, those that are there."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """A batch of every tensor changed."""
+        return Batch(**{name: change(tensor) for name, tensor in self.tensors.items()})
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same on `device`."""
-        return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()})
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def cast(self, dtype: torch.dtype) -> "Batch":
+        """The same with `aux` and `final` in `dtype`."""
+        return replace(self, aux=self.aux.to(dtype), final=None if self.final is None else self.final.to(dtype))
 
 
 class PackedRows:
@@ -169,11 +210,11 @@ class PackedRows:
 
     def samples(self, index: int) -> list[str]:
         """Ids of the samples in a row."""
-        return [self.states.documents[document].sample for document in self.rows[index]]
+        return [self.states.sample(document) for document in self.rows[index]]
 
     def empty(self) -> Batch:
         """A row of padding alone."""
-        return Batch(**{name: torch.zeros_like(tensor) for name, tensor in vars(self[0]).items()})
+        return self[0].each(torch.zeros_like)
 
     def __getitem__(self, index: int) -> Batch:
         return Batch.row([self.states.read(document) for document in self.rows[index]], self.row_tokens)

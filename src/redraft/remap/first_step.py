@@ -1,7 +1,6 @@
 """The loss of the first step of every option, before any training."""
 
 from collections.abc import Mapping as Named
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -97,8 +96,7 @@ def _measure(
     sums = {name: Measurement(rows, steps, device) for name in heads}
     with as_written(body), counter(len(rows), "first step", "row") as bar:
         for numbers, batch in deal(rows, list(range(len(rows))), params, 0, 1):
-            here = batch.to(device)
-            here = replace(here, aux=here.aux.float(), final=here.final.float())
+            here = batch.to(device).cast(torch.float32)
             counted = counted_positions(here.loss_mask, here.documents, steps).flatten(1)
             asked = counted.any(0).nonzero()[:, 0]
             normed = body.norm(unroll(body, embed, here, steps, asked))

@@ -19,7 +19,7 @@ from redraft.frame.errors import RedraftError, some
 from redraft.target.config import aux_layers_of, read_config
 from redraft.target.ends import read_ends
 from redraft.target.folder import weights_folder
-from redraft.target.head import require_ends, require_plain_head
+from redraft.target.head import first_device, require_ends, require_plain_head, weight_of
 from redraft.target.hf import asking_transformers, offline_transformers
 from redraft.target.weights import tensor_files
 
@@ -53,12 +53,21 @@ class Target:
     @property
     def head(self) -> Tensor:
         """Rows of the language model head, [V, H]."""
-        return self.model.get_output_embeddings().weight  # type: ignore[operator]
+        return weight_of(self.model.get_output_embeddings())  # type: ignore[operator]
 
     @property
     def embed(self) -> Tensor:
         """Rows of the token embedding, [V, H]."""
-        return self.model.get_input_embeddings().weight  # type: ignore[operator]
+        return weight_of(self.model.get_input_embeddings())  # type: ignore[operator]
+
+    @property
+    def device(self) -> torch.device:
+        """Where ids are wanted; a target that is spread computes its embedding somewhere else than it lies."""
+        return first_device(self.model)
+
+    def logits(self, final: Tensor) -> Tensor:
+        """Logits [..., V] of states [..., H] after the final norm, wherever the head lies."""
+        return self.model.get_output_embeddings()(final)  # type: ignore[operator]
 
     @contextmanager
     def capture(self, layers: Sequence[int]) -> Iterator[Captured]:
@@ -105,6 +114,7 @@ def load_target(
     aux_layers: tuple[int, ...] | None = None,
     trust_remote_code: bool = False,
     device: str | None = None,
+    device_map: Any = None,
 ) -> Target:
     """Load the target of `folder` for inference, and hold one forward of it against its two ends.
 
@@ -114,6 +124,7 @@ def load_target(
         aux_layers: inputs of layers; default (2, L//2, L-3).
         trust_remote_code: let code in the folder run.
         device: a torch device; default `cuda` where there is one.
+        device_map: of Accelerate, in place of a device: `auto` spreads over all GPUs and the machine's memory.
 
     Raises:
         RedraftError: files, configuration or aux layers that cannot be used, weights that the files lack, a head that
@@ -126,6 +137,7 @@ def load_target(
         known = _class_of(config)
         # the folder's own configuration, which identifies it, not a second reading of it beside the weights
         given = {"config": config, "dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
+        given |= {"device_map": device_map} if device_map else {}
         model, report = known.from_pretrained(weights, output_loading_info=True, **given)
     if report["missing_keys"]:
         raise RedraftError(
@@ -135,9 +147,11 @@ def load_target(
             found="nothing: transformers would fill them with random numbers",
             cause=f"the weights of another model than {type(model).__name__}, which config.json names",
         )
-    model = model.eval().requires_grad_(False).to(device or compute_device())
+    model = model.eval().requires_grad_(False)
+    if not device_map:
+        model = model.to(device or compute_device())
     with asking_transformers("forward of 16 tokens", weights, trust_remote_code):
         require_plain_head(model)
     target = Target(model, config.get_text_config(), layers)
-    require_ends(target.embed, target.head, target.decoder.norm.weight, read_ends(folder))
+    require_ends(target.embed, target.head, weight_of(target.decoder.norm), read_ends(folder))
     return target

@@ -4,17 +4,14 @@ Two measurements that disagree mean a wrong data path; so the diagnostic shard i
 undone, and the one that makes the numbers sane is named.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,9 +19,7 @@ from redraft.drafter.checkpoint import Checkpoint
 from redraft.drafter.model import Drafter
 from redraft.frame.device import compute_device
 from redraft.frame.errors import RedraftError
-from redraft.frame.store import store_root
 from redraft.hidden.rows import Batch
-from redraft.hidden.shards import check_present
 from redraft.target.ends import Ends
 from redraft.train.measure import Heldout, Tally
 from redraft.train.step import greedy_tokens, ttt_step
@@ -49,18 +44,6 @@ class Measured:
     def __str__(self) -> str:
         loss = "undefined" if self.loss is None else f"{self.loss:.3f}"
         return f"loss {loss}, accuracy " + ("undefined" if self.accuracy is None else f"{self.accuracy:.4f}")
-
-
-def read_diagnostic(manifest: Path) -> dict[str, Tensor]:
-    """The diagnostic shard that `manifest` names, T tokens: see `redraft.hidden.extract`.
-
-    Raises:
-        RedraftError: it is not in the store.
-    """
-    record = json.loads(manifest.read_text())
-    path = store_root() / record["fingerprint"] / record["diagnostic"]["file"]
-    check_present(path, record["diagnostic"]["bytes"])
-    return load_file(path)
 
 
 def suspicion(start: Heldout, slots: int, init: str, donor_accuracy: float | None) -> str | None:
@@ -157,6 +140,7 @@ def alternatives(
                 yield name, tried(aux=states)
     for by, word in ((-1, "late"), (1, "early")):
         yield f"tokens come one position too {word}", tried(input_ids=batch.input_ids.roll(by, 1))
+    assert batch.final is not None
     normed = F.rms_norm(batch.final, ends.norm.shape, ends.norm.float().to(device), NORM_EPS)
     best = greedy_tokens(normed, head.float())
     yield "the final state was taken before its norm", tried(final=normed, greedy=best)

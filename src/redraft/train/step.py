@@ -9,6 +9,9 @@ logits stand for x[t+2+k], and are trained towards softmax(target logits at t+1+
 Worked example, K = 2, tokens a b c d e: at t = 0 step 0 reads b and learns the law of c; step 1 reads c and learns
 that of d. Source: SafeAILab/EAGLE and SpecForge `algorithms/eagle3/model.py`, as SGLang serves it.
 
+Where the target's law is kept as its 64 largest logits, it is the softmax over those of them that have a slot: the same
+but for what lies below the 64.
+
 Position t counts at step k iff x[t+1] and x[t+2+k] are supervised in the same answer: what serving drafts.
 A position of a batch is told by its flat index b * S + t.
 """
@@ -37,6 +40,8 @@ class StepOutput:
     """bool [K, P], whether the position counts at step k."""
     in_vocab: Tensor
     """bool [K, P], whether the target's argmax has a slot; its mean over counted positions is the ceiling."""
+    told: Tensor
+    """bool [K, P], whether anything is known of the law over the draft ids: false where none of the 64 has a slot."""
     drafted: Tensor
     """int64 [K, P], the drafter's argmax as a target id."""
     best: Tensor
@@ -52,8 +57,11 @@ class StepOutput:
         return self.drafted == self.best
 
     def contributing(self, oov: str = "drop") -> Tensor:
-        """bool [K, P], positions that contribute loss: counted, and with `drop` the target's argmax has a slot."""
-        return self.counted & self.in_vocab if oov == "drop" else self.counted
+        """bool [K, P], positions that contribute loss: counted, and with `drop` the target's argmax has a slot.
+
+        With `train` any slot that the law is known of will do.
+        """
+        return self.counted & (self.in_vocab if oov == "drop" else self.told)
 
 
 register_dataclass(StepOutput)  # FSDP finds the outputs whose backward needs the weights gathered again
@@ -157,8 +165,38 @@ def judge(
     best = batch.greedy.flatten()[law_at].long()
     slots = mapping_ids.new_full((vocab,), -1)
     slots[mapping_ids] = torch.arange(len(mapping_ids), device=slots.device)
-    losses = _soft_cross_entropy(logits, batch.final.flatten(0, 1), draft_head, law_at)
-    return StepOutput(asked, counted, slots[best] >= 0, mapping_ids[logits.argmax(-1)], best, losses, logits)
+    told = torch.ones_like(counted)
+    if batch.top_ids is None:
+        assert batch.final is not None
+        losses = _soft_cross_entropy(logits, batch.final.flatten(0, 1), draft_head, law_at)
+    else:
+        assert batch.top_logits is not None
+        slot, law = _law_of_the_top(slots[batch.top_ids.flatten(0, 1)[law_at]], batch.top_logits.flatten(0, 1)[law_at])
+        told, losses = law.any(-1), _sparse_cross_entropy(logits, slot, law)
+    drafted = mapping_ids[logits.argmax(-1)]
+    return StepOutput(asked, counted, slots[best] >= 0, told, drafted, best, losses, logits)
+
+
+def _law_of_the_top(slot: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots int64 [K, P, 64] and their probabilities fp32, all 0 where none of the ids has a slot.
+
+    Args:
+        slot: int64 [K, P, 64], of the ids; -1: none, which is given back as slot 0 of probability 0.
+        logits: [K, P, 64].
+    """
+    held = slot >= 0
+    law = logits.float().masked_fill(~held, -torch.inf).softmax(-1)
+    return slot.clamp(min=0), law.masked_fill(~held, 0.0)  # NaN where no id is held
+
+
+def _sparse_cross_entropy(logits: Tensor, slot: Tensor, law: Tensor) -> Tensor:
+    """Nats, fp32 [K, P], of a law that is 0 but at `slot`; 0 where it is 0 there as well."""
+    return torch.stack(
+        [
+            (p * (part.logsumexp(-1, keepdim=True) - part.gather(-1, at))).sum(-1)
+            for part, at, p in zip(logits, slot, law, strict=True)
+        ]
+    )
 
 
 def _soft_cross_entropy(logits: Tensor, final: Tensor, draft_head: Tensor, law_at: Tensor) -> Tensor:
@@ -215,8 +253,7 @@ class TTTModule(nn.Module):
         """
         weight = self.drafter.fc.weight
         rounded = self.rounded and not exact
-        final = batch.final if rounded else batch.final.to(weight.dtype)
-        given = replace(batch, aux=batch.aux.to(weight.dtype), final=final)
+        given = replace(batch, aux=batch.aux.to(weight.dtype)) if rounded else batch.cast(weight.dtype)
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=rounded):
             return ttt_step(
                 self.drafter, self.mapping_ids, self.embed, self.draft_head, given, self.steps,
@@ -226,9 +263,13 @@ class TTTModule(nn.Module):
     def contributing(self, batch: Batch, counting: str, oov: str) -> Tensor:
         """int64 [K], positions that contribute loss, told without a forward; see `StepOutput.contributing`."""
         counted = counted_positions(batch.loss_mask, batch.documents, self.steps, counting)
+        held = torch.zeros(len(self.embed), dtype=torch.bool, device=counted.device)
+        held[self.mapping_ids] = True
         if oov == "drop":
-            held = torch.zeros(len(self.embed), dtype=torch.bool, device=counted.device)
-            held[self.mapping_ids] = True
-            best = held[batch.greedy.long()]
-            counted = counted & torch.stack([shift(best, 1 + step) for step in range(self.steps)])
+            told = held[batch.greedy.long()]
+        elif batch.top_ids is not None:
+            told = held[batch.top_ids.long()].any(-1)
+        else:
+            return counted.flatten(1).sum(1)
+        counted = counted & torch.stack([shift(told, 1 + step) for step in range(self.steps)])
         return counted.flatten(1).sum(1)
