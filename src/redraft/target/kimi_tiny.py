@@ -1,7 +1,7 @@
 """The target of profile `kimi-tiny`: Kimi-K2.5's classes in small, fitted in seconds on the sentences of `tiny`.
 
 What is Kimi's: a text model of DeepSeek-V3's kind (latent attention, experts) nested in a model with a vision tower;
-names of tensors and of configuration keys; and a tokenizer in Python around tiktoken, whose answers open with a thought.
+names of tensors and of configuration keys; a tokenizer in Python around tiktoken, whose answers open with a thought.
 """
 
 import base64
