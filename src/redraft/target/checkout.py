@@ -5,7 +5,7 @@ from pathlib import Path
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import TargetParams
 
-FITTED = ("fit:tiny", "fit:kimi-tiny")
+FITTED = ("fit:tiny", "fit:kimi-tiny", "fit:kimi-int4")
 """Targets that are made here."""
 DRAFTER_FILES = ("*.safetensors", "*.bin")
 NOT_WEIGHTS = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.txt", "*.py", "tiktoken*")

@@ -84,12 +84,33 @@ IMAGES: dict[str, Any] = {
     },
 }  # fmt: skip
 """Servers of a model with a vision tower ask for it, though no image ever comes."""
+GROUP = 32
+"""Weights that share a scale."""
+PACKED: dict[str, Any] = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "ignore": [
+        "lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+        "re:.*vision_tower.*", "re:.*mm_projector.*",
+    ],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"], "input_activations": None, "output_activations": None,
+            "weights": {
+                "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP,
+                "dynamic": False, "actorder": None, "block_structure": None, "observer": "minmax",
+                "observer_kwargs": {},
+            },
+        }
+    },
+}  # fmt: skip
+"""How the experts of Kimi-K2.5 are kept, in the words of compressed-tensors."""
 BATCH = 12
 """Chats of one step."""
 
 
-def fit_kimi(out: Path, seed: int = 0) -> None:
-    """Fit the target and save it with its tokenizer to the folder `out`.
+def fit_kimi(out: Path, seed: int = 0, packed: bool = False) -> None:
+    """Fit the target and save it with its tokenizer to the folder `out`, with `packed` experts in 4 bits as Kimi's.
 
     Raises:
         RedraftError: tiktoken is not installed.
@@ -110,7 +131,10 @@ def fit_kimi(out: Path, seed: int = 0) -> None:
     fit_rows(model, rows, IDS["[PAD]"], BATCH)
     model.save_pretrained(out)
     as_on_the_hub(out / "model.safetensors")
-    (out / "config.json").write_text(json.dumps(CONFIG, indent=2))
+    if packed:
+        pack_experts(out / "model.safetensors")
+    text = {**TEXT, "quantization_config": PACKED} if packed else TEXT
+    (out / "config.json").write_text(json.dumps({**CONFIG, "text_config": text}, indent=2))
     (out / "preprocessor_config.json").write_text(json.dumps(IMAGES, indent=2))
     shutil.copy(FILES / "media.py", out)
     _write_generation(out)
@@ -138,6 +162,22 @@ def as_on_the_hub(path: Path) -> None:
         for theirs, ours in renamed.items():
             if name.startswith(theirs):
                 tensors[ours + name.removeprefix(theirs)] = tensors.pop(name)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def pack_experts(path: Path) -> None:
+    """Put the experts' weights of a file [R, C] into 4 bits: eight in an int32 [R, C/8], a bf16 scale for each group."""
+    tensors = load_file(path)
+    for name in [name for name in tensors if ".mlp.experts." in name]:
+        weight = tensors.pop(name)
+        groups = weight.unflatten(1, (-1, GROUP))
+        scale = (groups.abs().amax(-1) / 7.5).bfloat16()
+        grid = (groups / scale.float()[..., None]).round().clamp(-8, 7).flatten(1)
+        nibbles = (grid.long() + 8).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
+        stem = name.removesuffix("weight")
+        tensors[f"{stem}weight_packed"] = nibbles.sum(-1).to(torch.int32)  # the topmost bit wraps into the sign
+        tensors[f"{stem}weight_scale"] = scale
+        tensors[f"{stem}weight_shape"] = torch.tensor(weight.shape)
     save_file(tensors, path, {"format": "pt"})
 
 

@@ -59,7 +59,10 @@ def _fit(source: str, out: Path) -> None:
     from redraft.target.kimi_tiny import fit_kimi
     from redraft.target.tiny import fit_tiny
 
-    {"fit:tiny": fit_tiny, "fit:kimi-tiny": fit_kimi}[source](out)
+    if source == "fit:tiny":
+        fit_tiny(out)
+    else:
+        fit_kimi(out, packed=source == "fit:kimi-int4")
 
 
 def _from_wheel(params: TargetParams, out: Path) -> None:
