@@ -166,7 +166,7 @@ def as_on_the_hub(path: Path) -> None:
 
 
 def pack_experts(path: Path) -> None:
-    """Put the experts' weights of a file [R, C] into 4 bits: eight in an int32 [R, C/8], a bf16 scale for each group."""
+    """Put the experts' weights [R, C] of a file into 4 bits: eight an int32, [R, C/8], and bf16 scales [R, C/GROUP]."""
     tensors = load_file(path)
     for name in [name for name in tensors if ".mlp.experts." in name]:
         weight = tensors.pop(name)
