@@ -55,6 +55,11 @@ DEATHS = (
         "a token id past the vocabulary: redraft lint CKPT --target T (d2t may hold ids in place of offsets)",
     ),
     (
+        "no room for the cache",
+        r"No available memory for the cache blocks|less than desired GPU memory utilization|available KV cache memory",
+        "set gpu-memory-utilization or VLLM_CPU_KVCACHE_SPACE, or lower the number of requests in flight",
+    ),
+    (
         "out of memory",
         r"[Oo]ut of memory|OutOfMemory|CUDA OOM|Not enough memory|[Cc]annot allocate memory|can't allocate memory"
         r"|std::bad_alloc|MemoryError",
@@ -118,9 +123,12 @@ def require_port(port: int) -> None:
 class ServerProcess:
     """One server; `stop` ends it and every process that it started."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
-        """`environment` is added to this process's own; `log` receives what the server prints."""
-        self.command, self.log = list(command), log
+    def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path, section: str = "engine") -> None:
+        """`environment` is added to this process's own; `log` receives what the server prints.
+
+        `section` of the profile says how it is started: errors advise on its keys.
+        """
+        self.command, self.log, self.section = list(command), log, section
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
             try:
@@ -135,7 +143,7 @@ class ServerProcess:
             except OSError as error:
                 raise RedraftError(
                     "The server's interpreter cannot be run.",
-                    where="engine.python in the profile",
+                    where=f"{section}.python in the profile",
                     found=f"{command[0]}: {error.strerror}",
                     fix="give the interpreter in which the engine is installed; `make engines` builds one for tests",
                 ) from error
@@ -188,7 +196,7 @@ class ServerProcess:
             what,
             where=self.log,
             found=f"{how}; {name}: {line}",
-            fix=advice,
+            fix=advice and advice.replace("engine.", f"{self.section}."),
             tail=f"\n  command: {' '.join(self.command)}\n  last lines of its log:\n    | {tail}",
         )
 

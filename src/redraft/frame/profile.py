@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from redraft.frame.extraction import ExtractParams
 from redraft.frame.section import (
     Above0,
     Count,
@@ -16,22 +17,15 @@ from redraft.frame.section import (
     Positive,
     Precision,
     Section,
+    Settings,
     Whole,
+    distinct,
     read_object,
     validate,
 )  # fmt: skip
 
 Answer = Annotated[Whole, Field(gt=1)]
 """Tokens: the first one comes from the prompt, so an answer of one has no verify step."""
-
-
-def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    if len(set(values)) < len(values):
-        raise ValueError("every value once")
-    return values
-
-
-Settings = dict[str, str | bool | int | float]
 
 
 def _day(value: Any) -> str:
@@ -93,28 +87,6 @@ class VocabParams(Section):
     """Special and added tokens are always in."""
     force_bytes: Flag
     """Single-byte tokens are always in."""
-
-
-class ExtractParams(Section):
-    """Hidden states of the target."""
-
-    engine: Literal["transformers", "vllm", "import"]
-    """What they come from: `transformers` in this process, `vllm` servers, `import` dumps that another tool wrote."""
-    format: Literal["bf16", "fp8"]
-    """How states are kept: two bytes a value, or one with a scale per token and layer."""
-    law: Literal["states", "scored", "top64"]
-    """What is kept of the target's law: the final state of every position, only of those where a target is scored, or
-    the 64 largest logits of the full vocabulary with their ids."""
-    batch_tokens: Positive
-    """Padded tokens in one forward."""
-    shard_mib: Positive
-    """Largest size of one shard, MiB."""
-    recheck: Count
-    """Samples extracted again alone, to catch states of another sample (C15)."""
-    tolerance: Above0
-    """Largest relative difference (norm of the difference over norm) of a rechecked sample."""
-    diagnostic_positions: Positive
-    """Held-out positions of the diagnostic shard, at least."""
 
 
 class DrafterShape(Section):
@@ -323,13 +295,13 @@ class BenchParams(Section):
     """Held-out prompts, other than the probe's where there are enough."""
     max_new_tokens: Answer
     """Tokens of each answer."""
-    concurrency: Annotated[tuple[Positive, ...], Field(min_length=1), AfterValidator(_distinct)]
+    concurrency: Annotated[tuple[Positive, ...], Field(min_length=1), AfterValidator(distinct)]
     """Numbers of clients to measure with; `torch` answers one at a time."""
-    spec_steps: Annotated[tuple[Positive, ...], Field(min_length=1), AfterValidator(_distinct)]
+    spec_steps: Annotated[tuple[Positive, ...], Field(min_length=1), AfterValidator(distinct)]
     """Numbers of drafted tokens to try, as a chain."""
-    trees: Annotated[tuple[tuple[Positive, Positive, Positive], ...], AfterValidator(_distinct)]
+    trees: Annotated[tuple[tuple[Positive, Positive, Positive], ...], AfterValidator(distinct)]
     """Draft trees to try as well, on a server: steps, topk, draft tokens."""
-    compare: Annotated[tuple[str, ...], AfterValidator(_distinct)]
+    compare: Annotated[tuple[str, ...], AfterValidator(distinct)]
     """Folders of other drafters to measure beside this one: `artifacts/donor`, `artifacts/initial`, or any other."""
     min_ratio: dict[Positive, Above0]
     """By concurrency, the ratio over plain decoding below which the stage fails once its figures are written."""
