@@ -1,0 +1,54 @@
+"""Kimi-K2.5 rehearsed: real `dvc repro` of profile `kimi-tiny`, states from this process and from vLLM, served by SGLang."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clones import clone_of, metrics, ran, shell
+from conftest import ROOT
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+STAGES = "machine target corpus donor vocab audit extract remap train probe bench report".split()
+AGAIN = ["machine", "donor", "audit", "extract", "remap", "train", "probe", "bench", "report"]
+"""What runs anew with states from elsewhere: the donor is trained on the target's states too."""
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = clone_of(tmp_path_factory.mktemp("kimi") / "redraft", "kimi-tiny")
+    (folder / ".engines").symlink_to(ROOT / ".engines")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(clone: Path) -> dict[str, dict[str, Any]]:
+    """Metrics of the probe and of the extraction, by what the states came from."""
+    profile = clone / "profiles/kimi-tiny.yaml"
+    figures = {}
+    for engine, stages in (("transformers", STAGES), ("vllm", AGAIN)):
+        profile.write_text(profile.read_text().replace("engine: transformers ", f"engine: {engine} "))
+        began = time.monotonic()
+        text = shell("dvc", "repro", cwd=clone)
+        print(f"\n{engine}: {time.monotonic() - began:.0f} s")
+        assert [stage for stage in ran(text) if stage in stages] == stages
+        figures[engine] = {stage: metrics(clone, stage) for stage in ("extract", "train", "probe", "bench")}
+    return figures
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_what_is_served_is_what_was_trained(engine: str, found: dict[str, dict[str, Any]]) -> None:
+    probe = found[engine]["probe"]
+    assert probe["lossless"]
+    assert probe["engine"]["engine"] == "sglang"
+    assert probe["accept_length"] > 1.3
+    assert probe["parity"]["difference"] == 0
+
+
+def test_states_of_both_engines_train_drafters_of_the_same_acceptance(found: dict[str, dict[str, Any]]) -> None:
+    one, other = found.values()
+    assert one["extract"]["train"]["tokens"] == other["extract"]["train"]["tokens"]
+    assert one["probe"]["accept_length"] == pytest.approx(other["probe"]["accept_length"], abs=0.1)
+    assert one["train"]["heldout"]["accept_length"] == pytest.approx(
+        other["train"]["heldout"]["accept_length"], abs=0.1
+    )
