@@ -48,7 +48,7 @@ def packed(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("int4")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("redraft.target.kimi_tiny.fit_rows", lambda model, *_: model.load_state_dict(_weights(made)))
-        make_target(TargetParams(source="fit:kimi-int4", trust_remote_code=True), folder / "target")
+        make_target(TargetParams(source="fit:kimi-int4"), folder / "target")
     return folder / "target"
 
 

@@ -177,7 +177,8 @@ def _target(profile: Profile, arguments: argparse.Namespace) -> Iterator[Path]:
             make_target(params, Path(scratch) / "target")
             yield Path(scratch) / "target"
     else:
-        yield checkout(params.source, params.revision, () if arguments.url else DRAFTER_FILES[:1])
+        lock = Path(f"profiles/{arguments.profile}.lock")
+        yield checkout(params.source, params.revision, () if arguments.url else DRAFTER_FILES[:1], lock=lock)
 
 
 def _here(
