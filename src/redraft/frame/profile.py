@@ -54,7 +54,8 @@ class TargetParams(Section):
     """The model that is served."""
 
     source: str
-    """`wheel:NAME==VERSION` (holds a GGUF file), `fit:tiny` (fitted here), a folder, or a hub id `ORG/NAME`."""
+    """`wheel:NAME==VERSION` (holds a GGUF file), `fit:tiny`, `fit:kimi-tiny` or `fit:kimi-int4` (fitted here), a
+    folder, or a hub id `ORG/NAME`."""
     sha256: str | None = None
     """Of the wheel; required for `wheel:`."""
     revision: str | None = None
