@@ -238,7 +238,7 @@ def source_of(target: Target, identity: str = "x", batch_tokens: int = 40) -> So
         {"name": "transformers", "release": "the tests'", "dtype": str(target.head.dtype)},
         lambda layers: nullcontext(InProcess(target, batch_tokens)),
     )
-    return Source(opening, identity, target.head, target.aux_layers, len(target.decoder.layers))
+    return Source(opening, opening, identity, target.head, target.aux_layers, len(target.decoder.layers))
 
 
 def extracted(target: Target, corpora: dict[str, Corpus], params: ExtractParams, identity: str = "x") -> Manifest:

@@ -53,6 +53,22 @@ class StateServerParams(Section):
         return self
 
 
+class DumpParams(Section):
+    """Hidden states that another tool wrote; its files do not say which they are."""
+
+    folder: str
+    """With SpecForge's `*.ckpt` or speculators' `*.safetensors`, at any depth."""
+    layers: Annotated[tuple[Count, ...], AfterValidator(distinct)]
+    """States in a file, low to high, as inputs of layers, without the last one. SGLang and SpecForge name outputs of
+    layers, which is one lower: their 1, 29, 57 is 2, 30, 58 here."""
+    final: Literal["normed", "unnormed"]
+    """The last state: after the target's final norm (SpecForge) or before (speculators, vLLM)."""
+    release: str
+    """What made them, for example `SpecForge 0.2, SGLang 0.5.9`; part of their identity."""
+    dtype: Literal["bf16", "fp32"]
+    """What the target was computed in."""
+
+
 class ExtractParams(Section):
     """Hidden states of the target."""
 
@@ -76,8 +92,13 @@ class ExtractParams(Section):
     server: StateServerParams | None = None
     """Required by `engine: vllm`."""
 
+    dumps: DumpParams | None = None
+    """Required by `engine: import`."""
+
     @model_validator(mode="after")
     def _servers_named(self) -> "ExtractParams":
+        if self.engine == "import" and self.dumps is None:
+            raise ValueError("engine: import needs the section dumps")
         if self.engine == "vllm" and self.server is None:
             raise ValueError("engine: vllm needs the section server")
         return self

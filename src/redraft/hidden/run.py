@@ -136,13 +136,21 @@ class Run:
         return sorted({*self.source.aux_layers, *around})
 
     def make(self, engine: Engine) -> None:
-        """Make what is missing, and extract some samples again."""
+        """Make what is missing."""
         self._fill(engine)
         if self.diagnostic_missing:
             self._make_diagnostic(engine)
+
+    def check(self, engine: Engine) -> None:
+        """Extract some samples of every split again."""
         for split in self.unchecked:
             worst = self._recheck(engine, split) if self.params.recheck else 0.0
             self.pool.keep(split.fingerprint, {"recheck_difference": round(worst, 6)})
+
+    def leave_unchecked(self) -> None:
+        """Say that no sample was extracted again."""
+        for split in self.unchecked:
+            self.pool.keep(split.fingerprint, {"recheck_difference": None})
 
     def _fill(self, engine: Engine) -> None:
         """Write every missing shard as soon as its documents are there, in a thread: the target does not wait."""

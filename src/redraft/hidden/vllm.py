@@ -61,7 +61,7 @@ def opening(folder: Path, profile: Profile) -> Opening:
     @contextmanager
     def opened(layers: Sequence[int]) -> Iterator[Engine]:
         ends, facts = read_ends(folder), read_facts(folder)
-        norm = final_norm(folder, ends.norm, bool(profile.target.trust_remote_code))
+        norm = final_norm(folder, ends.norm, profile.target.trust_remote_code)
         servers = StateServers(folder, facts, profile, release, layers)
         try:
             yield VllmEngine(servers, ends, norm)
