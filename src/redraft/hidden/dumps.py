@@ -1,9 +1,10 @@
 """The engine `import`: hidden states that another tool wrote, found by their token ids.
 
 SpecForge (`scripts/prepare_hidden_states.py`): `*.ckpt` or `*.ckpt.gz`, of a document `input_ids` [T],
-`aux_hidden_state` [1, T, 3H] and `hidden_state` [1, T, H], after the final norm. speculators (`generate-offline-data`)
-and vLLM's connector: `*.safetensors`, of a document `token_ids` [T] and `hidden_states` [T, n, H], the last one last, before
-the final norm.
+`aux_hidden_state` [1, T, 3H] and `hidden_state` [1, T, H], after the final norm.
+
+speculators (`generate-offline-data`) and vLLM's connector: `*.safetensors`, of a document `token_ids` [T] and
+`hidden_states` [T, n, H], the last one last, before the final norm.
 
 A pickle is opened with `weights_only`, so that nothing in it runs.
 """
