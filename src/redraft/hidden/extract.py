@@ -18,7 +18,7 @@ from redraft.frame.store import fingerprint
 from redraft.hidden import in_process, vllm
 from redraft.hidden.diagnostic import chosen_documents, layers_around, measurable, pack_diagnostic
 from redraft.hidden.engine import Engine, Opening, States
-from redraft.hidden.formats import packed, token_bytes, unpacked
+from redraft.hidden.formats import packed, unpacked
 from redraft.hidden.pool import (
     DIAGNOSTIC,
     FORMAT,
@@ -32,6 +32,7 @@ from redraft.hidden.pool import (
 )  # fmt: skip
 from redraft.hidden.reading import ShardFile
 from redraft.hidden.shards import Shard, remove_shard, shard_name, write_shard
+from redraft.hidden.sizes import token_bytes
 from redraft.target.config import aux_layers_of, read_config
 from redraft.target.ends import read_ends, target_hash
 
