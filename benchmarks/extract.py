@@ -18,8 +18,8 @@ import torch
 from redraft.corpus.corpus import read_corpus
 from redraft.frame.device import resolve
 from redraft.frame.params import load_config
-from redraft.hidden.engine import Opening
-from redraft.hidden.extract import Source, extract
+from redraft.hidden.engine import Opening, Source
+from redraft.hidden.extract import extract
 from redraft.hidden.in_process import InProcess
 from redraft.target.model import Target, load_target
 

@@ -20,10 +20,11 @@ from redraft.corpus.corpus import Corpus, write_corpus
 from redraft.drafter.checkpoint import Checkpoint
 from redraft.drafter.model import Drafter, DrafterConfig
 from redraft.frame.profile import ExtractParams
-from redraft.hidden.engine import Opening
-from redraft.hidden.extract import Manifest, Source, extract
+from redraft.hidden.engine import Opening, Source
+from redraft.hidden.extract import extract
 from redraft.hidden.in_process import InProcess
 from redraft.hidden.rows import HiddenStates
+from redraft.hidden.run import Manifest
 from redraft.target.ends import Ends, read_ends, target_hash
 from redraft.target.model import Target, load_target
 from redraft.vocab.mapping import Mapping
@@ -209,7 +210,7 @@ def source_of(target: Target, identity: str = "x", batch_tokens: int = 40) -> So
 
 def extracted(target: Target, corpora: dict[str, Corpus], params: ExtractParams, identity: str = "x") -> Manifest:
     """The manifest of what was made of `corpora` in the store."""
-    return extract(source_of(target, identity, params.batch_tokens), corpora, params)
+    return extract(source_of(target, identity, params.batch_tokens), corpora, params).manifest
 
 
 def write_states(states: dict[str, HiddenStates], folder: Path) -> None:

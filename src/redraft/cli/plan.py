@@ -26,7 +26,10 @@ def add_to(commands: Commands) -> None:
     rate = _number(0)
     plan.add_argument("--profile", help="a file in profiles/, without .yaml (default: the one in params.yaml)")
     plan.add_argument(
-        "--tokens", type=_number(1, 1e15, whole=True), metavar="N", help="of the corpus (default: those of artifacts/corpus)"
+        "--tokens",
+        type=_number(1, 1e15, whole=True),
+        metavar="N",
+        help="of the corpus (default: those of artifacts/corpus)",
     )
     plan.add_argument(
         "--supervised", type=_number(0, 1), metavar="SHARE", help="of the tokens (default: the corpus', else 0.6)"
@@ -135,7 +138,10 @@ def _training(told: Figures) -> str:
         [
             ("training", f"K {training['ttt_steps']}, {passes}, {processes}"),
             ("  FLOPs", f"{training['flops']:.3g}, {training['flops_per_token'] / 1e9:,.4g} GFLOP a token"),
-            ("  optimizer steps", f"{training['steps']:,} of {training['batch_tokens']:,} tokens, or more where rows are not full"),
+            (
+                "  optimizer steps",
+                f"{training['steps']:,} of {training['batch_tokens']:,} tokens, or more where rows are not full",
+            ),
             ("  time", f"{_time(training['seconds'])} at {rate}"),
             ("  GPU hours", f"{training['gpu_seconds'] / 3600:,.3g}"),
             ("  reading states", f"{_time(training['read_seconds'])} at {disk}/s, beside it: the longer one decides"),
