@@ -29,7 +29,7 @@ def add_to(commands: Commands) -> None:
         "--tokens",
         type=_number(1, 1e15, whole=True),
         metavar="N",
-        help="of the corpus (default: those of artifacts/corpus)",
+        help="of the corpus (default: artifacts/corpus)",
     )
     plan.add_argument(
         "--supervised", type=_number(0, 1), metavar="SHARE", help="of the tokens (default: the corpus', else 0.6)"

@@ -212,13 +212,19 @@ class Budget:
 
     def ram(self) -> Figures:
         """Bytes of RAM of a node that trains with all processes, and of one that extracts."""
-        shape, load, processes = self.shape, self.load(1.0), self.processes
+        shards = 2 * self.config.profile.extract.shard_mib * 2**20
+        return {"training": self.ram_of(self.processes), "extraction": shards}
+
+    def ram_of(self, processes: int) -> int:
+        """Bytes of RAM of a node that trains with so many processes on GPUs.
+
+        Each holds two copies of the drafter in fp32; the target's embedding in fp32 and the head's rows until they are
+        moved to the GPU; and two steps' batches.
+        """
+        shape, load = self.shape, self.load(1.0)
         micro = math.ceil(self.fit.batch_tokens / (processes * self.fit.micro_tokens))
         ahead = 2 * (load.batch(micro) - load.batch(0))
-        # two copies of the drafter in fp32, the target's embedding in fp32 and the head's rows until they are moved
-        rank = 8 * shape.weights + 4 * shape.vocab * shape.hidden + 2 * shape.slots * shape.hidden + ahead
-        shards = 2 * self.config.profile.extract.shard_mib * 2**20
-        return {"process": rank, "training": processes * rank, "extraction": shards}
+        return processes * (8 * shape.weights + (4 * shape.vocab + 2 * shape.slots) * shape.hidden + ahead)
 
     def dvc(self) -> Figures:
         """Bytes of artefacts that DVC hashes and keeps, once each: three drafters, the corpus, and a target that lies

@@ -74,7 +74,8 @@ def _ram(budget: Budget, told: Figures) -> dict[str, Any]:
     training, extraction = ram["training"], ram["extraction"]
     if not budget.here.gpus and budget.processes == 1:
         training += budget.gpu_bytes(budget.fit, False)  # trained on the processor
-    knob = f"train.processes: {there // ram['process']}" if there > ram["process"] else "a machine with more RAM"
+    fewer = next((n for n in range(budget.processes - 1, 0, -1) if budget.ram_of(n) <= there), None)
+    knob = f"train.processes: {fewer}" if fewer else "a machine with more RAM"
     if extraction > training:
         knob = f"extract.shard_mib: {there // 2**22}"
     return _verdict("RAM", max(training, extraction), there, knob)
