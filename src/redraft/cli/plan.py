@@ -178,7 +178,7 @@ def _verdicts(verdicts: Sequence[Figures], coloured: bool) -> str:
     for each in verdicts:
         form = str if each["what"] == "GPUs" else _bytes
         figures = ("none" if value is None else form(value) for value in (each["needed"], each["there"]))
-        word = {None: "not judged", True: "fits", False: f"DOES NOT FIT: {each['knob']}"}[each["fits"]]
+        word = {None: "not judged: no GPU here", True: "fits", False: f"DOES NOT FIT: {each['knob']}"}[each["fits"]]
         rows.append((f"  {each['what']}", *figures, word))
     lines = _aligned([row[:-1] for row in rows], right=True).splitlines()
     lines = [f"{line}  {row[-1]}".rstrip() for line, row in zip(lines, rows, strict=True)]

@@ -2,7 +2,7 @@
 
 import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -28,6 +28,13 @@ Answer = Annotated[Whole, Field(gt=1)]
 """Tokens: the first one comes from the prompt, so an answer of one has no verify step."""
 
 
+Part = Literal["tokenizer", "configuration", "model"]
+
+
+def _parts(value: Any) -> Any:
+    return (get_args(Part) if value else ()) if isinstance(value, bool) else value
+
+
 def _day(value: Any) -> str:
     return datetime.date.fromisoformat(str(value)).isoformat()  # YAML reads a bare date as one
 
@@ -47,13 +54,15 @@ class TargetParams(Section):
     """The model that is served."""
 
     source: str
-    """`wheel:NAME==VERSION` (holds a GGUF file), `fit:tiny` (fitted here), a folder, or a hub id `ORG/NAME`."""
+    """`wheel:NAME==VERSION` (holds a GGUF file), `fit:tiny`, `fit:kimi-tiny` or `fit:kimi-int4` (fitted here), a
+    folder, or a hub id `ORG/NAME`."""
     sha256: str | None = None
     """Of the wheel; required for `wheel:`."""
     revision: str | None = None
-    """Commit of a hub id; required for a hub id."""
-    trust_remote_code: Flag = False
-    """Let the hub repository's own Python code run."""
+    """Commit of a hub id, or a branch or tag: the first commit that it names is kept, and a later one refused."""
+    trust_remote_code: Annotated[tuple[Part, ...], BeforeValidator(_parts), AfterValidator(distinct)] = ()
+    """Parts of the model's own Python code that may run; `true` is all of them, `false` none. A part that transformers
+    has itself never runs."""
     aux_layers: tuple[Count, Count, Count] | None = None
     """Aux layers, as inputs of 0-based decoder layers; default (2, L//2, L-3)."""
     template: TemplateParams = TemplateParams()
@@ -183,7 +192,7 @@ class DonorParams(Section):
     source: str
     """`train` (fitted here on the donor corpus), a checkpoint folder, or a hub id."""
     revision: str | None = None
-    """Commit of a hub id."""
+    """Commit, branch or tag of a hub id, as `target.revision`."""
     head: Literal["own", "target"] = "own"
     """`target`: a donor without a head of its own borrows the target's rows; without this it is refused."""
     train: FitParams | None = None
