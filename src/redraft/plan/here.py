@@ -7,10 +7,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from redraft.bench.machine import DRIVERS
 from redraft.frame.store import store_root
 
-DRIVERS = (Path("/proc/driver/nvidia"), Path("/dev/kfd"))
-"""Where the drivers of NVIDIA and AMD show."""
 _HASHED = 8 << 20
 
 
