@@ -17,7 +17,7 @@ from redraft.frame.progress import counter, note
 from redraft.frame.store import fingerprint
 from redraft.hidden.diagnostic import chosen_documents, layers_around, measurable, pack_diagnostic
 from redraft.hidden.engine import Engine, Source, States
-from redraft.hidden.formats import packed, token_bytes, unpacked
+from redraft.hidden.formats import packed, unpacked
 from redraft.hidden.pool import (
     DIAGNOSTIC,
     FORMAT,
@@ -30,6 +30,7 @@ from redraft.hidden.pool import (
 )  # fmt: skip
 from redraft.hidden.reading import ShardFile
 from redraft.hidden.shards import Shard, remove_shard, shard_name, write_shard
+from redraft.hidden.sizes import token_bytes
 
 Corpora = Mapping[str, Corpus]
 Manifest = dict[str, Any]
