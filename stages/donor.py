@@ -11,6 +11,7 @@ from redraft.frame.stage import Result, log, run
 from redraft.target.checkout import DRAFTER_FILES, checkout
 from redraft.target.config import aux_layers_of, read_config
 from redraft.target.ends import read_ends
+from redraft.target.hub import snapshot_of
 from redraft.train.donor import train_donor
 
 OUT = Path("artifacts/donor")
@@ -20,8 +21,10 @@ TARGET = Path("artifacts/target")
 def main(config: Config) -> Result:
     params, target = config.profile.donor, config.profile.target
     # first, because what reads the target's folder takes the hub offline for the whole process
-    source = checkout(params.source, params.revision, DRAFTER_FILES) if params.source != "train" else None
-    own = checkout(params.tokenizer, None, ()) if params.tokenizer else None
+    lock = Path(f"profiles/{config.params.profile}.lock")
+    trained = params.source == "train"
+    source = None if trained else checkout(params.source, params.revision, DRAFTER_FILES, lock=lock)
+    own = checkout(params.tokenizer, None, (), lock=lock) if params.tokenizer else None
     described = read_config(TARGET, target.trust_remote_code)
     aux_layers = aux_layers_of(described, target.aux_layers)
     if source is not None:
@@ -36,7 +39,8 @@ def main(config: Config) -> Result:
             prefix=params.prefix_vocabulary,
             named=target.aux_layers is not None,
         )
-        donor.record = {"source": params.source, "head": params.head}
+        _, commit = snapshot_of(source) or (None, None)
+        donor.record = {"source": params.source, "head": params.head, **({"commit": commit} if commit else {})}
         if own is not None:
             tokenizers = (load_tokenizer(folder, target.trust_remote_code) for folder in (own, TARGET))
             donor.record["foreign"] = differing_ids(*tokenizers)

@@ -17,13 +17,14 @@ from accelerate.state import AcceleratorState
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from redraft.corpus.corpus import Corpus, write_corpus
-from redraft.drafter.checkpoint import Checkpoint
+from redraft.drafter.checkpoint import Checkpoint, write_checkpoint
 from redraft.drafter.model import Drafter, DrafterConfig
 from redraft.frame.profile import ExtractParams
-from redraft.hidden.engine import Opening
-from redraft.hidden.extract import Manifest, Source, extract
+from redraft.hidden.engine import Opening, Source
+from redraft.hidden.extract import extract
 from redraft.hidden.in_process import InProcess
 from redraft.hidden.rows import HiddenStates
+from redraft.hidden.run import Manifest
 from redraft.target.ends import Ends, read_ends, target_hash
 from redraft.target.model import Target, load_target
 from redraft.vocab.mapping import Mapping
@@ -31,6 +32,8 @@ from redraft.vocab.mapping import Mapping
 ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)
 VOCAB, HIDDEN, LAYERS, SLOTS = 96, 32, 8, 24
+DONOR_SLOTS = 300
+"""Of `donor_folder`."""
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -122,6 +125,31 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def donor_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """A drafter of the fitted target's shape."""
+    fields = json.loads((tiny_folder / "config.json").read_text())
+    config = DrafterConfig(
+        hidden_size=fields["hidden_size"],
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=fields["vocab_size"],
+        draft_vocab_size=DONOR_SLOTS,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_position_embeddings=512,
+    )
+    folder = tmp_path_factory.mktemp("donor") / "drafter"
+    drafter = Drafter.fresh(config, 0)
+    write_checkpoint(
+        folder, Checkpoint(drafter, Mapping(np.arange(0, 2 * DONOR_SLOTS, 2), config.vocab_size)), (2, 4, 5)
+    )
+    (folder / "redraft.json").unlink()  # as somebody else's
+    return folder
+
+
+@pytest.fixture(scope="session")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project whose stages up to train are done, for a target like profile `tiny`'s and the engine `sglang`."""
     return make_project(tmp_path_factory.mktemp("project"))
@@ -141,7 +169,6 @@ def make_project(
     from redraft.corpus.build import tokenize_file
     from redraft.corpus.corpus import write_corpus
     from redraft.corpus.tokenizer import load_tokenizer
-    from redraft.drafter.checkpoint import write_checkpoint
     from redraft.frame.profile import Profile
     from redraft.frame.section import load_yaml
     from redraft.target.tiny import fit_tiny, tiny_llama
@@ -211,12 +238,12 @@ def source_of(target: Target, identity: str = "x", batch_tokens: int = 40) -> So
         {"name": "transformers", "release": "the tests'", "dtype": str(target.head.dtype)},
         lambda layers: nullcontext(InProcess(target, batch_tokens)),
     )
-    return Source(opening, identity, target.head, target.aux_layers, len(target.decoder.layers))
+    return Source(opening, opening, identity, target.head, target.aux_layers, len(target.decoder.layers))
 
 
 def extracted(target: Target, corpora: dict[str, Corpus], params: ExtractParams, identity: str = "x") -> Manifest:
     """The manifest of what was made of `corpora` in the store."""
-    return extract(source_of(target, identity, params.batch_tokens), corpora, params)
+    return extract(source_of(target, identity, params.batch_tokens), corpora, params).manifest
 
 
 def write_states(states: dict[str, HiddenStates], folder: Path) -> None:

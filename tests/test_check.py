@@ -7,45 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import DONOR_SLOTS as SLOTS
 from kimi.folder import kimi_folder
 from ruamel.yaml import YAML
 
 from redraft.cli import main
-from redraft.drafter.checkpoint import Checkpoint, write_checkpoint
-from redraft.drafter.model import Drafter, DrafterConfig
 from redraft.frame.advice import rerun
 from redraft.frame.errors import RedraftError
 from redraft.frame.params import load_config
 from redraft.preflight.check import check
-from redraft.vocab.mapping import Mapping
 
 ROOT = Path(__file__).parent.parent
-SLOTS = 300
-
-
-@pytest.fixture(scope="session")
-def donor_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
-    """A drafter of the fitted target's shape."""
-    import numpy as np
-
-    fields = json.loads((tiny_folder / "config.json").read_text())
-    config = DrafterConfig(
-        hidden_size=fields["hidden_size"],
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=fields["vocab_size"],
-        draft_vocab_size=SLOTS,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        max_position_embeddings=512,
-    )
-    folder = tmp_path_factory.mktemp("donor") / "drafter"
-    drafter = Drafter.fresh(config, 0)
-    write_checkpoint(folder, Checkpoint(drafter, Mapping(np.arange(0, 2 * SLOTS, 2), config.vocab_size)), (2, 4, 5))
-    (folder / "redraft.json").unlink()  # as somebody else's
-    return folder
 
 
 @pytest.fixture

@@ -22,9 +22,10 @@ from redraft.corpus.corpus import Corpus
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import TargetParams
 from redraft.hidden import pool, shards
-from redraft.hidden.extract import Manifest, extract
+from redraft.hidden.extract import extract
 from redraft.hidden.pool import FORMAT, groups
 from redraft.hidden.rows import HiddenStates, read_manifest
+from redraft.hidden.run import Manifest
 from redraft.hidden.shards import read_entry
 from redraft.target.ends import target_hash
 from redraft.target.model import Target, load_target
@@ -201,7 +202,7 @@ def test_one_more_line_is_one_document_to_make(target: Target, store: Path) -> N
                     yield from opened.states(groups, layers, around=around)
 
         opening = replace(source.opening, open=lambda layers: nullcontext(Counting()))
-        return extract(replace(source, opening=opening), corpora, params)
+        return extract(replace(source, opening=opening, checker=opening), corpora, params).manifest
 
     params = PARAMS.model_copy(update={"recheck": 0})
     ids = {f"s{number}": corpus_of([5 + number]).document(0)[0] for number in range(6)}

@@ -165,7 +165,7 @@ def _rebuild(arguments: argparse.Namespace) -> None:
         print(f"nothing to make: all {len(manifest['shards'])} shards are there")
         return
     corpora = {split: read_corpus(Path(f"artifacts/corpus/{split}.safetensors")) for split in manifest["splits"]}
-    made = extract_folder(Path("artifacts/target"), corpora, profile, like=manifest)
+    made = extract_folder(Path("artifacts/target"), corpora, profile, like=manifest).manifest
     if made != manifest:
         raise RedraftError(
             "The states that this machine makes are not those of the manifest.",

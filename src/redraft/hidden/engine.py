@@ -43,3 +43,19 @@ class Opening:
     open: Callable[[Sequence[int]], AbstractContextManager[Engine]]
     """Loads the target, or starts or joins servers, and ends them when the block does. Takes all layers that will be
     asked for, since a server has to know them when it starts."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A target, and the engine that its states come from."""
+
+    opening: Opening
+    checker: Opening | None
+    """What some documents are extracted with again, usually the same; None where nothing can."""
+    target: str
+    """`target_hash` of its folder."""
+    head: Tensor
+    """[V, H]."""
+    aux_layers: tuple[int, ...]
+    depth: int
+    """Decoder layers."""

@@ -13,6 +13,7 @@ from typing import Any
 from redraft.frame.errors import RedraftError, explained, some
 from redraft.frame.files import read_object
 from redraft.frame.params import Config
+from redraft.preflight.look import require_described, require_memory
 from redraft.target.checkout import locate, require_used
 from redraft.target.config import aux_layers_at, require_served
 from redraft.target.facts import TargetFacts, read_facts
@@ -95,7 +96,8 @@ def left_over(config: Config) -> list[str]:
 
 def _outside_git(config: Config, root: Path) -> list[str]:
     """What this run reads and git has not: a queued or temporary run would not find it."""
-    paths = [f"profiles/{config.params.profile}.yaml", f"data/{config.params.profile}"]
+    name = config.params.profile
+    paths = [f"profiles/{name}.yaml", f"profiles/{name}.lock", f"data/{name}"]
     there = [path for path in paths if (root / path).exists()]
     listed = subprocess.run(
         ["git", "ls-files", "--others", "--exclude-standard", "--", *there],
@@ -172,17 +174,17 @@ def _target(config: Config, folder: Path | None, notes: list[str]) -> str:
     if not made and locate(source, params.revision) == folder:
         require_served(folder)
         weight_files(folder)
-    facts = read_facts(folder)
+    facts = require_described(folder, config)
     notes += _unserved(aux_layers_at(facts.depth, params.aux_layers), facts)
-    if config.profile.vocab.slots > facts.vocab:
-        raise RedraftError(
-            "The draft vocabulary is larger than the target's.",
-            where="vocab.slots in the profile",
-            expected=f"at most {facts.vocab} (vocab_size in {folder / 'config.json'})",
-            found=config.profile.vocab.slots,
-        )
-    _require_tokenizer(folder, params.trust_remote_code)
+    require_memory(folder, _bytes(folder), config)
     return f"{facts.architecture or '?'}, {facts.depth} layers, hidden {facts.hidden}, V {facts.vocab}"
+
+
+def _bytes(folder: Path) -> int:
+    """Of the weights in `folder`, or of those that its record names elsewhere."""
+    record = read_object(folder / TARGET_RECORD) if (folder / TARGET_RECORD).is_file() else {}
+    recorded = sum(known[0] for name, known in record.get("files", {}).items() if name.endswith(".safetensors"))
+    return recorded or sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _unserved(layers: tuple[int, ...], facts: TargetFacts) -> list[str]:
@@ -197,19 +199,6 @@ def _unserved(layers: tuple[int, ...], facts: TargetFacts) -> list[str]:
         + (f"SGLang {able} alone captures" if able else "no release of SGLang that was read captures")
         + " inputs of these layers of such a target; the engine torch and vLLM do"
     ]
-
-
-def _require_tokenizer(folder: Path, trust_remote_code: bool) -> None:
-    if not any(folder.glob("tokenizer*")) and not any(folder.glob("*.model")):
-        raise RedraftError(
-            "The target has no tokenizer.",
-            where=folder,
-            expected="tokenizer.json or tokenizer_config.json",
-            fix="copy the tokenizer's files of the model there",
-        )
-    from redraft.corpus.tokenizer import own_class
-
-    own_class(folder, trust_remote_code)
 
 
 def _donor(config: Config, target: Path | None, notes: list[str]) -> str:

@@ -25,10 +25,11 @@ def weight_of(module: Any) -> Tensor:
 
 
 def first_device(model: Any) -> torch.device:
-    """Where a model wants its ids."""
+    """Where a model wants its ids: one that is spread computes its embedding elsewhere than it lies."""
+    if not getattr(model, "hf_device_map", None):
+        return model.get_output_embeddings().weight.device
     embedding = model.get_input_embeddings()
-    device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
-    return embedding.weight.device if device is None else torch.device(device)
+    return torch.device(embedding._hf_hook.execution_device)
 
 
 @torch.inference_mode()

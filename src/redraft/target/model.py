@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from redraft.frame.device import compute_device
 from redraft.frame.errors import RedraftError, some
-from redraft.target.config import aux_layers_of, read_config
+from redraft.target.code import Trust, allows, make_class, own_class
+from redraft.target.config import aux_layers_of, library_class, read_config
 from redraft.target.ends import read_ends
 from redraft.target.folder import weights_folder
 from redraft.target.head import first_device, require_ends, require_plain_head, weight_of
@@ -99,12 +100,29 @@ class Target:
         return torch.cat([captured.inputs[number] for number in self.aux_layers], dim=-1)
 
 
+def model_class(folder: Path, trust_remote_code: Trust = False) -> Any:
+    """The class of the target in `folder`: that of transformers, else the folder's own, if it may run.
+
+    Raises:
+        RedraftError: code of its own that may not run, or that lacks the class.
+    """
+    transformers = offline_transformers()
+    if library := library_class(folder):
+        return getattr(transformers, library)
+    named = own_class(folder, trust_remote_code, "model")
+    if named is None:
+        return transformers.AutoModelForCausalLM
+    from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
+
+    return add_generation_mixin_to_remote_model(make_class(folder, named, "model"))
+
+
 def load_target(
     folder: Path,
     *,
     dtype: str = "bf16",
     aux_layers: tuple[int, ...] | None = None,
-    trust_remote_code: bool = False,
+    trust_remote_code: Trust = False,
     device: str | None = None,
     device_map: Any = None,
 ) -> Target:
@@ -114,7 +132,7 @@ def load_target(
         folder: target folder as the `target` stage writes it.
         dtype: `bf16` or `fp32`.
         aux_layers: inputs of layers; default (2, L//2, L-3).
-        trust_remote_code: let code in the folder run.
+        trust_remote_code: parts whose code in the folder may run, where transformers has none.
         device: a torch device; default `cuda` where there is one.
         device_map: of Accelerate, in place of a device: `auto` spreads over all GPUs and the machine's memory.
 
@@ -125,13 +143,13 @@ def load_target(
     config = read_config(folder, trust_remote_code)
     layers, weights = aux_layers_of(config, aux_layers), weights_folder(folder)
     tensor_files(weights)  # or transformers could take others than a server
-    with asking_transformers("target", weights, trust_remote_code):
-        transformers = offline_transformers()
-        known = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+    with asking_transformers("target", weights, allows(trust_remote_code, "model")):
         # the folder's own configuration, which identifies it, not a second reading of it beside the weights
-        given = {"config": config, "dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
+        given = {"config": config, "dtype": DTYPES[dtype]}
         given |= {"device_map": device_map} if device_map else {}
-        model, report = known.from_pretrained(weights, output_loading_info=True, **given)
+        model, report = model_class(folder, trust_remote_code).from_pretrained(
+            weights, output_loading_info=True, **given
+        )
     if report["missing_keys"]:
         raise RedraftError(
             "The files do not hold all of the target's weights.",
@@ -143,7 +161,7 @@ def load_target(
     model = model.eval().requires_grad_(False)
     if not device_map:
         model = model.to(device or compute_device())
-    with asking_transformers("forward of 16 tokens", weights, trust_remote_code):
+    with asking_transformers("forward of 16 tokens", weights, allows(trust_remote_code, "model")):
         require_plain_head(model)
     target = Target(model, config.get_text_config(), layers)
     require_ends(target.embed, target.head, weight_of(target.decoder.norm), read_ends(folder))
