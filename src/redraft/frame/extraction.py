@@ -72,11 +72,11 @@ class DumpParams(Section):
 class ExtractParams(Section):
     """Hidden states of the target."""
 
-    engine: Literal["transformers", "vllm", "import"]
+    engine: Literal["transformers", "vllm", "import"] = "transformers"
     """What they come from: `transformers` in this process, `vllm` servers, `import` dumps that another tool wrote."""
-    format: Literal["bf16", "fp8"]
+    format: Literal["bf16", "fp8"] = "bf16"
     """How states are kept: two bytes a value, or one with a scale per token and layer."""
-    law: Literal["states", "scored", "top64"]
+    law: Literal["states", "scored", "top64"] = "states"
     """What is kept of the target's law: the final state of every position, only of those where a target is scored, or
     the 64 largest logits of the full vocabulary with their ids."""
     batch_tokens: Positive
