@@ -112,8 +112,12 @@ class Run:
 
     @property
     def unchecked(self) -> list[_Split]:
-        """Splits of which no sample was extracted again yet."""
-        return [split for split in self.splits if not self.pool.record(split.fingerprint)]
+        """Splits of which no sample was extracted again yet, or of which something was made since."""
+        return [
+            split
+            for split in self.splits
+            if not self.pool.record(split.fingerprint) or any(self.places[key][0] in self.made for key in split.keys)
+        ]
 
     def _token_bytes(self) -> int:
         greedy = 4
