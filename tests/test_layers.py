@@ -122,6 +122,18 @@ def test_what_leaves_the_last_layer_is_the_input_of_one_that_would_follow(case: 
     assert "target.aux_layers" not in found["verdict"]
 
 
+def test_the_largest_logits_stand_for_the_law_where_an_engine_has_no_final_state(case: Case) -> None:
+    shard = dict(case.shards[AUX])
+    logits = shard.pop("final").float() @ case.ends.head.float().T
+    top = logits.topk(64)
+    found = case.measured(HIGH, AUX, shard={**shard, "top_ids": top.indices.int(), "top_logits": top.values})
+    whole = case.measured(HIGH, AUX)
+    assert found["best"] == whole["best"] == 1
+    for shift, row in whole["shifts"].items():
+        assert found["shifts"][shift]["joint"] == row["joint"]
+        assert found["shifts"][shift]["loss"] == pytest.approx(row["loss"], rel=0.1)
+
+
 def part(shard: Shard, documents: int) -> Shard:
     """The first documents of a shard."""
     offsets = shard["offsets"][: documents + 1]
