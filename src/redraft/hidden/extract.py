@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from redraft.frame.profile import ExtractParams, Profile
-from redraft.hidden import in_process, vllm
+from redraft.hidden import dumps, in_process, vllm
 from redraft.hidden.engine import Source
 from redraft.hidden.pool import require_room
 from redraft.hidden.run import Corpora, Manifest, Run
 from redraft.target.config import aux_layers_of, read_config
 from redraft.target.ends import read_ends, target_hash
 
-OPENINGS = {"transformers": in_process.opening, "vllm": vllm.opening}
+OPENINGS = {"transformers": in_process.opening, "vllm": vllm.opening, "import": dumps.opening}
 
 
 @dataclass(frozen=True)
