@@ -2,9 +2,15 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from redraft.frame.section import Above0, Count, Positive, Section, Settings, distinct
+
+
+def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
+    if list(layers) != sorted(set(layers)):
+        raise ValueError("ascending, every layer once")
+    return layers
 
 
 class StateServerParams(Section):
@@ -54,19 +60,21 @@ class StateServerParams(Section):
 
 
 class DumpParams(Section):
-    """Hidden states that another tool wrote; its files do not say which they are."""
+    """Hidden states that another tool wrote: SpecForge or speculators."""
 
     folder: str
-    """With SpecForge's `*.ckpt` or speculators' `*.safetensors`, at any depth."""
-    layers: Annotated[tuple[Count, ...], AfterValidator(distinct)]
-    """States in a file, low to high, as inputs of layers, without the last one. SGLang and SpecForge name outputs of
-    layers, which is one lower: their 1, 29, 57 is 2, 30, 58 here."""
+    """Where they lie, also in folders below: `*.ckpt`, `*.ckpt.gz`, `hs_*.safetensors` or `data_*.pt`."""
+    layers: Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(_ascending)]
+    """Aux layers that they hold, low to high, as inputs of layers, the last state not counted: no file says them.
+    SpecForge's ids and those in `data_*.pt` name outputs, so write one more; those of vLLM are inputs already."""
     final: Literal["normed", "unnormed"]
-    """The last state: after the target's final norm (SpecForge) or before (speculators, vLLM)."""
+    """The last state: after the final norm (SpecForge), or before it (speculators with vLLM); the other is refused."""
+    engine: str
+    """What made them, for the record: `specforge`."""
     release: str
-    """What made them, for example `SpecForge 0.2, SGLang 0.5.9`; part of their identity."""
-    dtype: Literal["bf16", "fp32"]
-    """What the target was computed in."""
+    """Its release, and that of what it ran in: `0.2.0, sglang 0.5.9`; another one is another extraction."""
+    dtype: Literal["bf16", "fp16", "fp32"]
+    """Of the states."""
 
 
 class ExtractParams(Section):
@@ -91,14 +99,13 @@ class ExtractParams(Section):
     """Held-out positions of the diagnostic shard, at least."""
     server: StateServerParams | None = None
     """Required by `engine: vllm`."""
-
     dumps: DumpParams | None = None
     """Required by `engine: import`."""
 
     @model_validator(mode="after")
-    def _servers_named(self) -> "ExtractParams":
-        if self.engine == "import" and self.dumps is None:
-            raise ValueError("engine: import needs the section dumps")
+    def _source_named(self) -> "ExtractParams":
         if self.engine == "vllm" and self.server is None:
             raise ValueError("engine: vllm needs the section server")
+        if self.engine == "import" and self.dumps is None:
+            raise ValueError("engine: import needs the section dumps")
         return self

@@ -49,6 +49,12 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def spread(size: int, block: int, blocks: int) -> Iterator[tuple[int, int]]:
+    """Start and length of `blocks` blocks, the first and the last of a file among them; all of a short file."""
+    stride = max(block, (size - block) / (blocks - 1))
+    return ((int(number * stride), block) for number in range(blocks))
+
+
 @contextmanager
 def open_tensors(path: Path, framework: str = "pt") -> Iterator[Any]:
     """An open safetensors file whose tensors are PyTorch's, or with `np` NumPy's.

@@ -1,304 +1,287 @@
-"""The engine `import`: hidden states that another tool wrote, found by their token ids.
+"""The engine `import`: hidden states that SpecForge or speculators dumped, found by token ids and checked before use.
 
-SpecForge (`scripts/prepare_hidden_states.py`): `*.ckpt` or `*.ckpt.gz`, of a document `input_ids` [T],
-`aux_hidden_state` [1, T, 3H] and `hidden_state` [1, T, H], after the final norm.
-
-speculators (`generate-offline-data`) and vLLM's connector: `*.safetensors`, of a document `token_ids` [T] and
-`hidden_states` [T, n, H], the last one last, before the final norm.
-
-A pickle is opened with `weights_only`, so that nothing in it runs.
+A dump says neither which target made it nor which layers it holds. What can be told from the numbers is: width, dtype
+and count of the states, whether the last one went through this target's final norm, and whether it foretells the next
+tokens. Layers named wrongly are found by the samples that `extract` makes again with the target, where it can.
 """
 
-import gzip
-import io
-import pickle
+import hashlib
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from redraft.frame.device import compute_device, resolve
 from redraft.frame.errors import RedraftError, some
 from redraft.frame.extraction import DumpParams
-from redraft.frame.files import open_tensors
+from redraft.frame.files import spread
 from redraft.frame.profile import Profile
-from redraft.frame.progress import note, progress
-from redraft.frame.store import files_fingerprint
-from redraft.hidden.engine import Opening, States
-from redraft.hidden.pool import document_key
-from redraft.target.ends import Ends, read_ends
-from redraft.target.facts import read_facts
+from redraft.frame.progress import progress
+from redraft.hidden.dump_files import DumpFile, dump_files, read_dump
+from redraft.hidden.dump_index import DumpIndex
+from redraft.hidden.engine import Engine, Opening, States
+from redraft.target.config import aux_layers_at
+from redraft.target.ends import read_ends
+from redraft.target.facts import TargetFacts, read_facts
+from redraft.target.model import DTYPES
 from redraft.target.norm import PLAIN, FinalNorm, final_norm
 
-KINDS = ("*.ckpt", "*.ckpt.gz", "*.safetensors")
-LEAST_RIGHT = 0.05
-"""Share of the positions at which a language model's argmax is the next token, at least, in any text it can read."""
+SECTION = "extract.dumps in the profile"
+_DTYPES = {**DTYPES, "fp16": torch.float16}
+_PAGE, _PAGES, _THREADS = 4096, 16, 8
+"""Bytes of a page of a file, how many of them stand for a longer file, and files at once."""
+PROBED, PROBED_TOKENS = 16, 500
+"""Documents that are looked at before the first one is given, and tokens of them that tell of other ids."""
+LEAST_GAIN, ENOUGH = 0.05, 0.5
+"""By which the share of next tokens foretold must exceed chance, and the share that is never refused: text that repeats
+one token is foretold by chance."""
+NORMED, MOST = 0.05, 0.9
+"""How near to 1 the mean square of a normed state over the norm's weight is, and for which share of the tokens."""
 _ROWS = 256
-_UNIT = 0.1
-"""A normed state over the norm's weight has this near to 1 as its root mean square."""
+"""States whose logits are computed at once."""
 
 
 def opening(folder: Path, profile: Profile) -> Opening:
-    """The dumps that `extract.dumps` names, for the target in `folder`.
+    """The dump that the profile names, for the target in `folder`; its files are listed and sampled, not read yet.
 
     Raises:
-        RedraftError: no files, or not the aux layers of the target.
+        RedraftError: no dump there, or of two tools.
     """
     params = profile.extract.dumps
     assert params is not None
-    files = dump_files(Path(params.folder).expanduser())
-    identity = {
-        "name": "import", "release": params.release, "dtype": params.dtype, "layers": list(params.layers),
-        "final": params.final, "files": files_fingerprint([Path(params.folder).expanduser()]),
-    }  # fmt: skip
+    files = dump_files(Path(params.folder))
 
     @contextmanager
-    def opened(layers: Sequence[int]) -> Iterator[Dumps]:
-        ends = read_ends(folder)
-        known = params.final == "unnormed" or _is_plain(folder)
-        norm = final_norm(folder, ends.norm, profile.target.trust_remote_code) if known else None
-        yield Dumps(files, params, ends, norm)
+    def opened(layers: Sequence[int]) -> Iterator[Engine]:
+        facts, ends = read_facts(folder), read_ends(folder)
+        _require_layers(params, facts, profile.target.aux_layers)
+        index = DumpIndex(Path(params.folder), files, facts.vocab)
+        norm = None
+        if params.final == "unnormed" or facts.fields.get("model_type") in PLAIN:
+            norm = final_norm(folder, ends.norm, bool(profile.target.trust_remote_code))
+        yield Dumps(params, index, ends.head, norm, profile.extract.tolerance)
 
+    identity = {
+        "name": "import",
+        "release": f"{params.engine} {params.release}",
+        "dtype": params.dtype,
+        "layers": list(params.layers),
+        "final": params.final,
+        "files": _digest(Path(params.folder), files),
+    }
     return Opening(identity, opened)
 
 
-def _is_plain(folder: Path) -> bool:
-    return read_facts(folder).fields.get("model_type") in PLAIN
+def _digest(folder: Path, files: Sequence[Path]) -> str:
+    """Of all names, sizes and a sample of the bytes."""
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for file, told in zip(files, progress(pool.map(_sample, files), "dump", "file", len(files)), strict=True):
+            digest.update(f"{file.relative_to(folder)}\n{told}\n".encode())
+    return digest.hexdigest()
 
 
-def dump_files(folder: Path) -> list[Path]:
-    """The files of dumps under `folder`, at any depth, sorted.
+def _sample(file: Path) -> str:
+    size, digest = file.stat().st_size, hashlib.sha256()
+    with file.open("rb") as opened:
+        for start, length in spread(size, _PAGE, _PAGES):
+            opened.seek(start)
+            digest.update(opened.read(length))
+    return f"{size} {digest.hexdigest()}"
 
-    Raises:
-        RedraftError: there are none.
-    """
-    found = sorted(path for kind in KINDS for path in folder.rglob(kind) if path.is_file())
-    if not found:
+
+def _require_layers(params: DumpParams, facts: TargetFacts, chosen: tuple[int, ...] | None) -> None:
+    """The layers must be some of the target's, and its aux layers among them."""
+    aux = aux_layers_at(facts.depth, chosen)
+    if params.layers[-1] >= facts.depth:
         raise RedraftError(
-            "There are no dumps of hidden states.",
-            where=folder,
-            expected=", ".join(KINDS),
-            found="no such folder" if not folder.is_dir() else some(sorted(path.name for path in folder.iterdir())),
-            fix="correct extract.dumps.folder in the profile",
+            "The dump's layers are not the target's.",
+            where=f"{SECTION}: layers",
+            expected=f"inputs of layers, so from 0 to {facts.depth - 1}; the last state is not one of them",
+            found=list(params.layers),
+            cause=f"{facts.depth} is what vLLM calls the last state" if params.layers[-1] == facts.depth else None,
         )
-    return found
-
-
-@dataclass(frozen=True)
-class Dump:
-    """What a file holds of one document."""
-
-    ids: Tensor
-    """[T]."""
-    states: Tensor | None
-    """[T, n, H], low to high, without the last; None where only ids were asked for."""
-    last: Tensor | None
-    """[T, H]."""
-
-
-def read_dump(path: Path, layers: int, only_ids: bool = False) -> Dump:
-    """Read a file.
-
-    Args:
-        path: a file of `dump_files`.
-        layers: states that it should hold besides the last one.
-        only_ids: leave the states on the disk.
-
-    Raises:
-        RedraftError: a file that cannot be read, holds code, or has other tensors or shapes.
-    """
-    if path.suffix == ".safetensors":
-        with open_tensors(path) as file:
-            names = [name for name in list(file.keys()) if not only_ids or name == "token_ids"]
-            given = {name: file.get_tensor(name) for name in names}
-        _require(path, given, ("token_ids",) if only_ids else ("token_ids", "hidden_states"))
-        if only_ids:
-            return Dump(given["token_ids"], None, None)
-        states = given["hidden_states"]
-        if states.ndim != 3 or states.shape[1] != layers + 1:
-            raise _shape(path, "hidden_states", f"[T, {layers} + 1, H]", states)
-        return _checked(path, Dump(given["token_ids"], states[:, :-1], states[:, -1]))
-    given = _unpickled(path)
-    _require(path, given, ("input_ids",) if only_ids else ("input_ids", "aux_hidden_state", "hidden_state"))
-    ids = given["input_ids"].reshape(-1)
-    if only_ids:
-        return Dump(ids, None, None)
-    aux, last = (given[name].squeeze(0) for name in ("aux_hidden_state", "hidden_state"))
-    if aux.ndim != 2 or aux.shape[1] % layers or last.ndim != 2:
-        raise _shape(path, "aux_hidden_state", f"[1, T, {layers} H]", given["aux_hidden_state"])
-    return _checked(path, Dump(ids, aux.unflatten(1, (layers, -1)), last))
-
-
-def _unpickled(path: Path) -> dict[str, Any]:
-    try:
-        if path.suffix == ".gz":
-            with gzip.open(path) as packed:
-                found = torch.load(io.BytesIO(packed.read()), map_location="cpu", weights_only=True)
-        else:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
+    if not set(aux) <= set(params.layers):
         raise RedraftError(
-            "A dump holds more than tensors.",
-            where=path,
-            found=str(error).splitlines()[0],
-            cause="a pickle can run code when it is opened; only tensors and plain values are",
-            fix="write it again with torch.save of a dictionary of tensors",
-        ) from error
-    except Exception as error:  # a cut or foreign file fails in many ways
-        raise RedraftError(
-            "A dump cannot be read.",
-            where=path,
-            found=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
-            cause="an incomplete copy, or a file of another kind",
-        ) from error
-    if not isinstance(found, dict):
-        raise RedraftError("A dump holds no dictionary.", where=path, found=type(found).__name__)
-    return found
-
-
-def _require(path: Path, given: dict[str, Any], names: Sequence[str]) -> None:
-    lacking = [name for name in names if not isinstance(given.get(name), Tensor)]
-    if lacking:
-        raise RedraftError(
-            "A dump lacks a tensor.",
-            where=path,
-            expected=", ".join(names),
-            found=some(sorted(given)),
-            cause="aux states alone: the target's law cannot be told without the last state"
-            if lacking == ["hidden_state"]
-            else "a file of another tool, or of another release of it",
+            "The dump lacks aux layers.",
+            where=f"{SECTION}: layers",
+            expected=f"inputs of {list(aux)} among them: target.aux_layers in the profile, or its default",
+            found=list(params.layers),
+            cause="ids of SpecForge's that name outputs of layers: the input of a layer is one more",
+            fix="correct the layers; or set target.aux_layers to layers of the dump on which the donor was trained",
         )
 
 
-def _shape(path: Path, name: str, expected: str, found: Tensor) -> RedraftError:
-    return RedraftError(
-        "A tensor of a dump has another shape.",
-        where=f"{path}: {name}",
-        expected=expected,
-        found=list(found.shape),
-        cause="extract.dumps.layers in the profile are not those that were dumped",
-    )
-
-
-def _checked(path: Path, dump: Dump) -> Dump:
-    assert dump.states is not None
-    assert dump.last is not None
-    lengths = [len(dump.ids), len(dump.states), len(dump.last)]
-    if len(set(lengths)) != 1 or dump.states.shape[2] != dump.last.shape[1]:
-        raise RedraftError(
-            "The tensors of a dump do not agree.",
-            where=path,
-            expected="as many tokens, and one hidden size",
-            found=f"{lengths} tokens, hidden {dump.states.shape[2]} and {dump.last.shape[1]}",
-        )
-    return dump
-
-
-@dataclass
 class Dumps:
-    """Dumps as an engine."""
+    """An indexed dump as an engine."""
 
-    files: list[Path]
-    params: DumpParams
-    ends: Ends
-    norm: FinalNorm | None
-    """None where the last states are normed already and the family's norm is not known."""
-
-    @cached_property
-    def index(self) -> dict[str, Path]:
-        """The file of every document, by the key of its ids."""
-        found: dict[str, Path] = {}
-        twice = 0
-        for path in progress(self.files, "read ids of dumps", "file"):
-            key = document_key(read_dump(path, len(self.params.layers), only_ids=True).ids)
-            twice += key in found
-            found.setdefault(key, path)
-        if twice:
-            note(f"{self.params.folder}: {twice} dumps have the ids of another one; the first by name is taken")
-        return found
+    def __init__(
+        self, params: DumpParams, index: DumpIndex, head: Tensor, norm: FinalNorm | None, tolerance: float
+    ) -> None:
+        self.params, self.index, self.norm, self.tolerance = params, index, norm, tolerance
+        self.probed = False
+        self.hidden, self.dtype = head.shape[1], _DTYPES[params.dtype]
+        device = compute_device()
+        fast = device.type == "cuda" or (resolve("auto") == "bf16" and self.dtype == torch.bfloat16)
+        self.head = head.to(device, self.dtype if fast else torch.float32)
 
     def states(
         self, groups: Sequence[Sequence[Tensor]], layers: Sequence[int], *, around: bool = False
     ) -> Generator[tuple[int, int, States]]:
-        """See `redraft.hidden.engine.Engine`; layers that were not dumped are left out where some are wanted around."""
-        self._require_documents(groups)
-        if not around and (lacking := sorted(set(layers) - set(self.params.layers))):
-            raise RedraftError(
-                "The dumps lack an aux layer.",
-                where="extract.dumps.layers in the profile",
-                expected=f"{list(layers)}, inputs of layers",
-                found=f"{list(self.params.layers)}: no {some(lacking)}",
-                cause="ids of outputs of layers, as SGLang and SpecForge count them, are one lower",
-                fix="write them as inputs of layers; or set target.aux_layers to what was dumped",
-            )
-        right, seen = 0, 0
-        for group, documents in enumerate(groups):
-            for place, ids in enumerate(documents):
-                states = self._states(self.index[document_key(ids)], layers, around)
-                right += int((states["greedy"][:-1] == ids[1:]).sum())
-                seen += len(ids) - 1
-                yield group, place, states
-        if seen and right < LEAST_RIGHT * seen:
-            note(
-                f"warning: the target's best token is the next one at {right / seen:.1%} of the positions of the "
-                "dumps: states of another model, or text that it does not know"
-            )
+        """See `Engine`; documents in their order. With `around`, only the layers that the dump holds.
 
-    def _require_documents(self, groups: Sequence[Sequence[Tensor]]) -> None:
-        wanted = [ids for documents in groups for ids in documents]
-        missing = [ids for ids in wanted if document_key(ids) not in self.index]
-        if missing:
-            first = missing[0].tolist()
-            raise RedraftError(
-                "The dumps do not hold every document of the corpus.",
-                where=self.params.folder,
-                expected=f"{len(wanted)} documents, by their token ids",
-                found=f"{len(missing)} are not there; the first has {len(first)} tokens: {some(first[:8])}",
-                cause="another tokenizer or template, another corpus.max_length, or a corpus that grew since",
-                fix="dump what is missing with the same ids (artifacts/corpus/*.safetensors holds them)",
-            )
+        Raises:
+            RedraftError: documents that the dump lacks, or states that cannot be theirs and this target's.
+        """
+        found = self.index.find_all([ids for group in groups for ids in group])
+        documents = [(group, place, ids) for group, each in enumerate(groups) for place, ids in enumerate(each)]
+        if not self.probed:
+            self._probe([(ids, files) for (_, _, ids), files in zip(documents, found, strict=True)])
+            self.probed = True
+        for (group, place, ids), files in zip(documents, found, strict=True):
+            states = self._read(files[0], ids)
+            held = {
+                f"layer_{layer}": states[place] for place, layer in enumerate(self.params.layers) if layer in layers
+            }
+            yield group, place, {**held, **self._last(states[-1], around)}
 
-    def _states(self, path: Path, layers: Sequence[int], around: bool) -> States:
-        dump = read_dump(path, len(self.params.layers))
-        assert dump.states is not None
-        assert dump.last is not None
-        hidden = self.ends.head.shape[1]
-        if dump.last.shape[1] != hidden:
-            raise RedraftError(
-                "The dumps are of a target of another size.",
-                where=path,
-                expected=f"hidden size {hidden}",
-                found=dump.last.shape[1],
-            )
-        self._require_reading(path, dump.last)
-        final = dump.last if self.params.final == "normed" or self.norm is None else self.norm(dump.last)
-        head = self.ends.head.to(final.dtype)
-        found = {
-            f"layer_{layer}": dump.states[:, place].contiguous()
-            for place, layer in enumerate(self.params.layers)
-            if layer in layers
-        }
-        found |= {"unnormed": dump.last} if around and self.params.final == "unnormed" else {}
-        greedy = torch.cat([(part @ head.T).argmax(-1) for part in final.split(_ROWS)]).int()
-        return {**found, "final": final.contiguous(), "greedy": greedy}
+    def _last(self, state: Tensor, around: bool) -> States:
+        """What follows from the last state [T, H]."""
+        unnormed = self.params.final == "unnormed"
+        final = self._normed(state) if unnormed else state
+        return {**({"unnormed": state} if unnormed and around else {}), "final": final, "greedy": self._greedy(final)}
 
-    def _require_reading(self, path: Path, last: Tensor) -> None:
-        """A normed state over the norm's weight has a root mean square of 1, whatever the text."""
+    def _normed(self, state: Tensor) -> Tensor:
+        assert self.norm is not None
+        return self.norm(state)
+
+    def _greedy(self, final: Tensor) -> Tensor:
+        parts = [(part.to(self.head) @ self.head.T).argmax(-1) for part in final.split(_ROWS)]
+        return torch.cat(parts).int().cpu()
+
+    def _read(self, path: Path, ids: Tensor) -> list[Tensor]:
+        """The states of a document from a file whose ids begin with its own, [T, H] each.
+
+        Raises:
+            RedraftError: another number of states, another width or dtype, NaN, or a file that changed since it was
+                indexed.
+        """
+        dumped = read_dump(path)
+        refuse = partial(RedraftError, where=path)
+        if not torch.equal(dumped.ids[: len(ids)].int(), ids.int()):
+            raise refuse("A dump changed while it was read.", expected="the ids that were indexed", found="others")
+        states = [part for wide in dumped.states for part in wide.split(self.hidden, 1)]
+        _require_count(dumped, states, self.params.layers, self.hidden)
+        odd = {str(part.dtype).removeprefix("torch.") for part in states if part.dtype != self.dtype}
+        if odd:
+            raise refuse("The states have another dtype.", expected=f"{SECTION}: dtype {self.params.dtype}", found=odd)
+        states = [part[: len(ids)].clone() for part in states]  # read here, and once
+        for place, part in enumerate(states):
+            if not bool(part.isfinite().all()):
+                name = f"the input of layer {self.params.layers[place]}" if part is not states[-1] else "the last state"
+                fix = "remove the file and dump its document again"
+                raise refuse("A state in the dump is not finite.", found=f"NaN or infinity in {name}", fix=fix)
+        return states
+
+    def _probe(self, documents: Sequence[tuple[Tensor, list[Path]]]) -> None:
+        """Look at some documents, evenly spread: repeated ones, the last state's norm, and the tokens it foretells."""
+        chosen = documents[:: max(1, len(documents) // PROBED)][:PROBED]
+        last, greedy, following = [], [], []
+        for ids, files in chosen:
+            states = self._read(files[0], ids)
+            if len(files) > 1:
+                self._require_same(files, ids, states)
+            last.append(states[-1])
+            greedy.append(self._last(states[-1], False)["greedy"][:-1])
+            following.append(ids[1:].int())
+        if chosen:
+            self._require_norm(torch.cat(last))
+            self._require_foretold(torch.cat(greedy), torch.cat(following))
+
+    def _require_same(self, files: list[Path], ids: Tensor, states: list[Tensor]) -> None:
+        """Two dumps that begin with the same ids must hold the same states: else they are of two targets."""
+        for one, other in zip(states, self._read(files[1], ids), strict=True):
+            difference = float((one.float() - other.float()).norm() / one.float().norm().clamp(min=1e-30))
+            if not difference <= self.tolerance:
+                raise RedraftError(
+                    "Two dumps of the same token ids hold different states.",
+                    where=f"{files[0]} and {files[1]}",
+                    expected=f"a relative difference of at most {self.tolerance} (extract.tolerance)",
+                    found=f"{difference:.3g}",
+                    cause="dumps of two targets, or of two choices of layers, in one folder",
+                    fix="name a folder that holds the dumps of one run alone",
+                )
+
+    def _require_norm(self, last: Tensor) -> None:
+        """Hold the last states [T, H] against the final norm: behind it, their mean square over its weight is 1."""
         if self.norm is None:
             return
         weight = self.norm.weight.float()
-        used = weight.abs() > 1e-3 * weight.abs().max()
-        size = (last.float()[:, used] / weight[used]).square().mean(1).sqrt().median()
-        found = "normed" if abs(float(size) - 1) < _UNIT else "unnormed"
-        if found != self.params.final:
+        used = weight != 0
+        square = (last[:, used].float() / weight[used]).pow(2).mean(-1)
+        normed = float(((square - 1).abs() < NORMED).float().mean()) > MOST
+        if normed != (self.params.final == "normed"):
             raise RedraftError(
-                "The last state of a dump is not what the profile says.",
-                where=f"{path}, extract.dumps.final in the profile",
-                expected=f"{self.params.final} (root mean square over the norm's weight: 1 if normed)",
-                found=f"{found}: {float(size):.3g}",
-                fix=f"final: {found}",
+                "The last state of the dump is not what the profile says.",
+                where=f"{self.index.folder} ({SECTION}: final)",
+                expected=f"{self.params.final}, by the weight of the target's final norm",
+                found=f"a mean square of {float(square.median()):.3g} over that weight (median of {len(last)} tokens); "
+                "1 after the norm",
+                cause="the state was taken after the norm"
+                if normed
+                else "it was taken before it, or of another target",
+                fix=f"final: {'normed' if normed else 'unnormed'}, if the dump is of this target",
             )
+
+    def _require_foretold(self, greedy: Tensor, following: Tensor) -> None:
+        """Refuse states that foretell the next tokens no better than chance: those of other ids, or another target's.
+
+        Any text is foretold far better by a model that reads it; an answer of its own most of all.
+        """
+        if len(greedy) < PROBED_TOKENS:
+            return
+        share = float((greedy == following).float().mean())
+        size = len(self.head)
+        counts = [torch.bincount(ids.long(), minlength=size).double() / len(ids) for ids in (greedy, following)]
+        chance = float(counts[0] @ counts[1])
+        if share < min(chance + LEAST_GAIN, ENOUGH):
+            raise RedraftError(
+                "The last states of the dump do not foretell the next tokens.",
+                where=self.index.folder,
+                expected=f"the target's best token to be the next one at far more than {chance:.1%} of the positions, "
+                "which is chance",
+                found=f"{share:.1%} of {len(greedy):,}",
+                cause="a dump of another target, not made for this head; or states of other documents",
+                fix="name the dump of this target, or another extract.engine",
+            )
+
+
+def _require_count(dumped: DumpFile, states: list[Tensor], layers: Sequence[int], hidden: int) -> None:
+    width = sum(part.shape[1] for part in dumped.states)
+    if width % hidden or any(part.shape[1] % hidden for part in dumped.states):
+        raise RedraftError(
+            "The states in the dump have another width.",
+            where=dumped.path,
+            expected=f"a multiple of {hidden}, the target's hidden size",
+            found=some([part.shape[1] for part in dumped.states]),
+            cause="a dump of another target",
+        )
+    if len(states) == len(layers) + 1:
+        return
+    bare = len(states) == len(layers)
+    raise RedraftError(
+        "The dump lacks the last state." if bare else "The dump holds another number of states.",
+        where=dumped.path,
+        expected=f"{len(layers) + 1}: the inputs of layers {list(layers)} ({SECTION}), and the last state",
+        found=len(states),
+        cause="--no-include-last-layer of speculators, or a vLLM that gives none (vllm-project/vllm#46788)"
+        if bare
+        else None,
+        fix="dump it again with the last state: without it there is no law to train on; or correct the layers"
+        if bare
+        else "correct the layers",
+    )

@@ -26,7 +26,8 @@ class Engine(Protocol):
             groups: documents by the shard that they will lie in, ids int32 [T] each. A batch never crosses a group,
                 so that a group that is made again has the same bits.
             layers: inputs of layers.
-            around: whether `unnormed` is wanted.
+            around: whether `unnormed` is wanted, and layers that only a diagnosis asks for. An engine that does not run
+                the target (`import`) leaves out what it lacks of these; it has the aux layers always.
 
         Raises:
             RedraftError: states that cannot be this document's, a server that died, a dump that lacks it.

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from redraft.frame.advice import rerun
 from redraft.frame.errors import RedraftError, some
-from redraft.frame.files import read_object
+from redraft.frame.files import read_object, spread
 from redraft.target.weights import INDEX, weight_files
 
 TARGET_RECORD = "target.json"
@@ -99,16 +99,12 @@ def _sampled(file: Path, size: int, changed: int) -> str:
     """SHA-256 of a file, or of the places that stand for it; `changed` is for the cache alone."""
     digest = hashlib.sha256()
     with file.open("rb") as opened:
-        for start, length in sorted({*_spread(size), *(_of_header(opened, size) if size > _BLOCK * _BLOCKS else ())}):
+        for start, length in sorted(
+            {*spread(size, _BLOCK, _BLOCKS), *(_of_header(opened, size) if size > _BLOCK * _BLOCKS else ())}
+        ):
             opened.seek(start)
             digest.update(opened.read(length))
     return digest.hexdigest()
-
-
-def _spread(size: int) -> Iterator[tuple[int, int]]:
-    """Start and length of `_BLOCKS` blocks, the first and the last of a file among them; all of a short file."""
-    stride = max(_BLOCK, (size - _BLOCK) / (_BLOCKS - 1))
-    return ((int(number * stride), _BLOCK) for number in range(_BLOCKS))
 
 
 def _of_header(opened: BinaryIO, size: int) -> Iterator[tuple[int, int]]:
