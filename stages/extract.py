@@ -11,9 +11,10 @@ from redraft.hidden.extract import extract_folder, summary
 
 def main(config: Config) -> Result:
     corpora = {split: read_corpus(Path(f"artifacts/corpus/{split}.safetensors")) for split in ("train", "heldout")}
-    stored = extract_folder(Path("artifacts/target"), corpora, config.profile)
-    atomic.write_text(Path("artifacts/hidden/manifest.json"), stored.read_text())
-    return Result(summary(stored))
+    made = extract_folder(Path("artifacts/target"), corpora, config.profile)
+    atomic.write_json(Path("artifacts/hidden/manifest.json"), made.manifest)
+    timing = {"tokens_per_second": round(made.tokens / made.seconds)} if made.tokens else {}
+    return Result(summary(made.manifest), timing=timing)
 
 
 if __name__ == "__main__":

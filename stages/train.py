@@ -3,13 +3,15 @@
 import tempfile
 from pathlib import Path
 
+from redraft.corpus.corpus import read_corpus
 from redraft.drafter.checkpoint import read_checkpoint, read_parts, weights_sha256, write_checkpoint
 from redraft.frame.curves import write_curve
 from redraft.frame.launch import is_main
 from redraft.frame.params import Config
 from redraft.frame.profile import Knobs
 from redraft.frame.stage import Result, log, run
-from redraft.hidden.rows import HiddenStates
+from redraft.hidden.diagnostic import read_diagnostic
+from redraft.hidden.rows import HiddenStates, read_manifest
 from redraft.target.ends import read_ends, target_hash
 from redraft.train import gate
 from redraft.train.batches import require_share
@@ -18,7 +20,6 @@ from redraft.train.measure import Heldout
 from redraft.vocab.build import read_vocab
 
 TARGET = Path("artifacts/target")
-MANIFEST = Path("artifacts/hidden/manifest.json")
 
 
 def main(config: Config) -> Result:
@@ -28,13 +29,15 @@ def main(config: Config) -> Result:
         drafter.mapping.require_hash(read_vocab(Path("artifacts/vocab")).hash, "artifacts/initial, artifacts/vocab")
     layers = tuple(drafter.record["aux_layers"])
     identity = {"target": target_hash(TARGET), "aux_layers": list(layers)}
-    states = {split: HiddenStates(MANIFEST, split, **identity) for split in ("train", "heldout")}
+    manifest = read_manifest(Path("artifacts/hidden/manifest.json"))
+    corpora = {split: read_corpus(Path(f"artifacts/corpus/{split}.safetensors")) for split in ("train", "heldout")}
+    states = {split: HiddenStates(manifest, split, corpus, **identity) for split, corpus in corpora.items()}
     donor = read_parts(Path("artifacts/donor"), finite=False).mapping
 
     def check(start: Heldout) -> None:
         with tempfile.TemporaryDirectory() as scratch:  # a drafter that cannot be written is told now
-            write_checkpoint(Path(scratch) / "drafter", drafter, layers)
-        shard = gate.read_diagnostic(MANIFEST)
+            write_checkpoint(Path(scratch) / "drafter", drafter, layers, TARGET)
+        shard = read_diagnostic(manifest, corpora["heldout"])
         accuracy = drafter.record.get("donor_accuracy")
         gate.check(
             start, drafter, knobs.gate, accuracy, lambda: dict(gate.alternatives(drafter, donor, ends, shard, layers))
@@ -48,9 +51,9 @@ def main(config: Config) -> Result:
         return Result()
     heldout = fitted.heldout.metrics()
     told = {"loss": "loss_0", "accuracy": "accuracy_0", "predicted_accept_length": "accept_length"}
-    drafter.record |= {"training": params.model_dump(mode="json"), "hidden": states["train"].manifest["fingerprint"]}
+    drafter.record |= {"training": params.model_dump(mode="json"), "hidden": states["train"].fingerprint}
     drafter.record |= {"target": identity["target"], "steps": fitted.kept, "heldout": heldout}
-    write_checkpoint(Path("artifacts/drafter"), drafter, layers)
+    write_checkpoint(Path("artifacts/drafter"), drafter, layers, TARGET)
     write_curve(Path("plots/train.csv"), fitted.curve)
     write_curve(Path("plots/heldout.csv"), fitted.evaluations)
     fitted.state.discard()

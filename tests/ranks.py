@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from conftest import some_checkpoint
 
+from redraft.corpus.corpus import read_corpus
 from redraft.frame.errors import RedraftError
 from redraft.frame.launch import asked_to_stop, is_main
 from redraft.frame.profile import FitParams
-from redraft.hidden.rows import HiddenStates
+from redraft.hidden.rows import HiddenStates, read_manifest
 from redraft.target.ends import read_ends
 from redraft.train import state
 from redraft.train.loop import fit
@@ -60,7 +61,10 @@ def save_slowly(marker: Path) -> None:
 
 
 def main(job: dict[str, object]) -> None:
-    states = {split: HiddenStates(Path(str(job["manifest"])), split) for split in ("train", "heldout")}
+    folder = Path(str(job["states"]))
+    manifest = read_manifest(folder / "hidden/manifest.json")
+    corpora = {split: read_corpus(folder / f"corpus/{split}.safetensors") for split in ("train", "heldout")}
+    states = {split: HiddenStates(manifest, split, corpus) for split, corpus in corpora.items()}
     checkpoint = some_checkpoint(1, scale=1.0)
     params = FitParams.model_validate(job["params"])
     ends = read_ends(Path(str(job["target"])))

@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from torch import Tensor
 
 from redraft.frame.errors import RedraftError
-from redraft.frame.files import open_tensors
-from redraft.hidden.formats import LARGEST, LEAST_SCALE, TOP, cut, packed, scored_positions, token_bytes, unpacked
+from redraft.hidden.formats import LARGEST, LEAST_SCALE, packed, scored_positions, unpacked
+from redraft.hidden.reading import ShardFile
+from redraft.hidden.shards import write_shard
+from redraft.hidden.sizes import TOP, token_bytes
 from redraft.train.step import counted_positions
 
 KEPT, LAWS = ("bf16", "fp8"), ("states", "scored", "top64")
@@ -105,16 +106,13 @@ def test_documents_are_cut_from_a_shard(kept: str, law: str, tmp_path: Path) -> 
     for states, _, _ in documents:
         states["greedy"] = (states["final"] @ head.T).argmax(1).int()
     packs = [pack(states, kept, law, head, mask) for states, _, mask in documents]
-    joined = {name: torch.cat([each[name] for each in packs]) for name in packs[0]}
-    lengths = torch.tensor([0, *(len(mask) for _, _, mask in documents)])
-    save_file({**joined, "offsets": lengths.cumsum(0)}, tmp_path / "x.safetensors")
-    with open_tensors(tmp_path / "x.safetensors") as shard:
-        bounds = shard.get_tensor("offsets").tolist()
-        for place, (own, (_, _, mask)) in enumerate(zip(packs, documents, strict=True)):
-            found, expected = cut(shard, *bounds[place : place + 2]), unpacked(own, mask)
-            assert found.keys() == own.keys()
-            for name, tensor in unpacked(found, mask).items():
-                assert torch.equal(tensor, expected[name]), name
+    shard = write_shard(tmp_path, "x", ["a", "b", "c", "d"], packs)
+    file = ShardFile(shard.file(tmp_path))
+    for place, (own, (_, _, mask)) in enumerate(zip(packs, documents, strict=True)):
+        found, expected = file.read(place), unpacked(own, mask)
+        assert found.keys() == own.keys()
+        for name, tensor in unpacked(found, mask).items():
+            assert torch.equal(tensor, expected[name]), name
 
 
 @settings(max_examples=200, deadline=None)

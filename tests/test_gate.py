@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import some_checkpoint
+from conftest import extracted, some_checkpoint
 from test_hidden import PARAMS, corpus_of
 from test_train import FIT, heldout
 
 from redraft.drafter.checkpoint import Checkpoint
 from redraft.frame.errors import RedraftError
-from redraft.hidden.extract import extract
+from redraft.hidden.diagnostic import read_diagnostic
 from redraft.hidden.rows import HiddenStates
 from redraft.target.ends import Ends
 from redraft.target.model import Target
@@ -30,14 +30,14 @@ def trained(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[C
         patch.setenv("REDRAFT_STORE", str(tmp_path_factory.mktemp("store")))
         corpus = corpus_of([30, 25, 20, 18, 40, 33])
         params = PARAMS.model_copy(update={"diagnostic_positions": 1000})
-        manifest = extract(target, "x", {"train": corpus, "heldout": corpus}, params)
-        states = {split: HiddenStates(manifest, split) for split in ("train", "heldout")}
+        manifest = extracted(target, {"train": corpus, "heldout": corpus}, params)
+        states = {split: HiddenStates(manifest, split, corpus) for split in ("train", "heldout")}
         checkpoint = some_checkpoint(1, slots=60, scale=1.0)
         ends = Ends(target.embed, target.head, target.head[0])
         changes = {"epochs": 250, "lr": 5e-3}
         fit(checkpoint, ends, states["train"], states["heldout"], FIT.model_copy(update=changes))
         checkpoint.record["init"] = "remap"
-        return checkpoint, gate.read_diagnostic(manifest), tuple(target.aux_layers)
+        return checkpoint, read_diagnostic(manifest, corpus), tuple(target.aux_layers)
 
 
 def found(

@@ -1,27 +1,26 @@
 """Extraction and the shard store (cases C03, C11, C13, C15, C17, C28)."""
 
 import itertools
-import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import HIDDEN, VOCAB
+from conftest import HIDDEN, VOCAB, extracted, source_of
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from redraft.corpus.build import tokenize_file
 from redraft.corpus.corpus import Corpus, read_corpus, write_corpus
 from redraft.corpus.tokenizer import load_tokenizer
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import CorpusParams, ExtractParams
-from redraft.hidden import extract as extraction
-from redraft.hidden.extract import diagnostic_documents, extract, forward, summary
+from redraft.hidden.diagnostic import chosen_documents, measurable, read_diagnostic
+from redraft.hidden.extract import extract, summary
+from redraft.hidden.in_process import InProcess, forward
 from redraft.hidden.rows import HiddenStates, PackedRows, pack
-from redraft.hidden.shards import ShardWriter
-from redraft.target.ends import target_hash
 from redraft.target.model import Target
 from redraft.train.step import counted_positions
 
@@ -43,42 +42,35 @@ def corpus_from(documents: dict[str, tuple[Any, list[int]]], **identity: object)
     return Corpus(torch.cat(ids), torch.cat(masks).byte(), lengths, list(documents), [""] * len(ids), named)
 
 
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("REDRAFT_STORE", str(tmp_path / "store"))
-    return tmp_path / "store"
-
-
 PARAMS = ExtractParams(
     engine="transformers", format="bf16", law="states", batch_tokens=40, shard_mib=1, diagnostic_positions=20,
     recheck=4, tolerance=0.05,
 )  # fmt: skip
 
 
-def test_every_document_reads_back_as_extracted_alone(target: Target, llama_folder: Path, store: Path) -> None:
+def test_every_document_reads_back_as_extracted_alone(target: Target, store: Path) -> None:
     corpora = {"train": corpus_of(LENGTHS), "heldout": corpus_of([20, 11], seed=1)}
-    manifest = extract(target, target_hash(llama_folder), corpora, PARAMS)
-    record = json.loads(manifest.read_text())
+    manifest = extracted(target, corpora, PARAMS)
     for split, corpus in corpora.items():
-        states = HiddenStates(manifest, split)
-        names = [name for shard in record["splits"][split] for name in shard["samples"]]
-        assert sorted(names) == sorted(corpus.samples)
-        for place, name in enumerate(names):
-            ids, mask = corpus.document(corpus.samples.index(name))
-            alone, read = forward(target, [(ids, mask)])[0], states.read(place)
+        states = HiddenStates(manifest, split, corpus)
+        assert len(states) == len(corpus)
+        for place in range(len(corpus)):
+            ids, mask = corpus.document(place)
+            alone, read = forward(target, [ids], target.aux_layers)[0], states.read(place)
+            aux = torch.cat([alone[f"layer_{layer}"] for layer in target.aux_layers], -1)
             assert torch.equal(read["input_ids"], ids)
             assert torch.equal(read["loss_mask"], mask)
-            for kind in ("aux", "final"):
-                assert torch.allclose(read[kind].float(), alone[kind].float(), rtol=2e-2, atol=2e-2), (name, kind)
+            for kind, own in (("aux", aux), ("final", alone["final"])):
+                assert torch.allclose(read[kind].float(), own.float(), rtol=2e-2, atol=2e-2), (place, kind)
             assert torch.equal(read["greedy"], alone["greedy"])
-    assert record["recheck_difference"] < 0.01
+    assert summary(manifest)["recheck_difference"] < 0.01
     assert summary(manifest)["train"]["tokens"] == sum(LENGTHS)
 
 
-def test_the_diagnostic_shard_has_the_layers_around(target: Target, llama_folder: Path, store: Path) -> None:
+def test_the_diagnostic_shard_has_the_layers_around(target: Target, store: Path) -> None:
     corpora = {"train": corpus_of([5]), "heldout": corpus_of([9, 8, 7, 12, 6, 30, 16], seed=1)}
-    manifest = extract(target, target_hash(llama_folder), corpora, PARAMS)
-    shard = load_file(manifest.parent / "diagnostic.safetensors")
+    manifest = extracted(target, corpora, PARAMS)
+    shard = read_diagnostic(manifest, corpora["heldout"])
     layers = {int(name.removeprefix("layer_")) for name in shard if name.startswith("layer_")}
     assert layers == {1, 2, 3, 4, 5, 6}
     final = target.decoder.norm(shard["unnormed"].float())
@@ -102,10 +94,10 @@ def test_the_diagnostic_shard_counts_what_training_counts_and_takes_all_sources_
     names, sources = [f"s{number}" for number in range(len(masks))], [source for source, _ in documents]
     ids = torch.zeros(int(lengths.sum()), dtype=torch.int32)
     corpus = Corpus(ids, torch.cat(masks), lengths.cumsum(0), names, sources, {})
-    chosen = diagnostic_documents(corpus, positions)
-    assert chosen == diagnostic_documents(corpus, positions) == sorted(set(chosen))
+    chosen = chosen_documents(corpus, positions)
+    assert chosen == chosen_documents(corpus, positions) == sorted(set(chosen))
     counts = [int(counted_positions(mask[None], torch.ones(1, len(mask)), 1).sum()) for mask in masks]
-    assert [extraction._measurable(mask) for mask in masks] == counts
+    assert [measurable(mask) for mask in masks] == counts
     assert sum(counts[index] for index in chosen) >= positions or len(chosen) == len(masks)
     assert sum(sorted(counts[index] for index in chosen)[:-1]) < positions  # one that is needed came last
     taken = {source: sum(sources[index] == source for index in chosen) for source in set(sources)}
@@ -115,78 +107,57 @@ def test_the_diagnostic_shard_counts_what_training_counts_and_takes_all_sources_
 
 def test_the_diagnostic_shard_is_not_the_first_documents() -> None:
     corpus = corpus_of([10] * 50)
-    chosen = diagnostic_documents(corpus, 60)
+    chosen = chosen_documents(corpus, 60)
     assert len(chosen) == 10  # six measurable positions each
     assert max(chosen) > 30
 
 
-def test_states_are_copies_that_do_not_keep_their_batch(target: Target) -> None:
-    documents = [corpus_of([length]).document(0) for length in (40, 2)]
-    for result in forward(target, documents):
-        for name in ("aux", "final"):
-            assert result[name].untyped_storage().nbytes() == result[name].nbytes
+def test_a_split_is_known_by_its_documents_and_its_target(target: Target, store: Path) -> None:
+    one, two = (corpus_of([9], seed) for seed in (1, 2))
+    made = extracted(target, {"heldout": one}, PARAMS)
+    with pytest.raises(RedraftError, match=r"something else(.|\n)*splits.heldout.fingerprint"):
+        HiddenStates(made, "heldout", two)
+    with pytest.raises(RedraftError, match=r"something else(.|\n)*target"):
+        HiddenStates(made, "heldout", one, target="another")
 
 
-def test_a_second_run_finds_the_shards_and_a_lost_shard_is_told(
-    target: Target, llama_folder: Path, store: Path
-) -> None:
-    corpora = {"train": corpus_of(LENGTHS), "heldout": corpus_of([20], seed=1)}
-    manifest = extract(target, target_hash(llama_folder), corpora, PARAMS)
-    shard = next(manifest.parent.glob("train-*"))
-    stamp = shard.stat().st_mtime_ns
-    assert extract(target, target_hash(llama_folder), corpora, PARAMS) == manifest
-    assert shard.stat().st_mtime_ns == stamp
-    shard.unlink()
-    with pytest.raises(RedraftError, match="not in the store"):
-        HiddenStates(manifest, "train")
-    extract(target, target_hash(llama_folder), corpora, PARAMS)
-    shard.write_bytes(b"x" * shard.stat().st_size)
-    with pytest.raises(RedraftError, match=shard.name):
-        HiddenStates(manifest, "train")
-    shard.unlink()
-    extract(target, target_hash(llama_folder), corpora, PARAMS)
-    assert HiddenStates(manifest, "train").tokens == sum(LENGTHS)
+class Swapping(InProcess):
+    """Gives the states of one document for another, where it has several."""
+
+    def states(self, groups: Any, layers: Any, *, around: bool = False) -> Any:
+        last = None
+        for group, place, each in super().states(groups, layers, around=around):
+            states = last if last is not None and len(last["greedy"]) == len(each["greedy"]) else each
+            last = each if len(groups[group]) > 1 else None
+            yield group, place, states
 
 
-def test_another_corpus_is_another_fingerprint(target: Target, llama_folder: Path, store: Path) -> None:
-    made = [
-        extract(target, target_hash(llama_folder), {"heldout": corpus_of([9], seed)}, PARAMS).parent for seed in (1, 2)
-    ]
-    assert made[0] != made[1]
-    with pytest.raises(RedraftError, match="something else"):
-        HiddenStates(made[0] / "manifest.json", "heldout", target="another")
-
-
-def test_states_of_another_sample_are_caught(
-    target: Target, llama_folder: Path, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def swapped(target: Target, documents: list[tuple[torch.Tensor, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-        results = forward(target, documents)
-        if len(results) > 1:
-            results[0]["aux"], results[1]["aux"] = results[1]["aux"][: len(results[0]["aux"])], results[1]["aux"]
-        return results
-
-    monkeypatch.setattr(extraction, "forward", swapped)
+def test_states_of_another_sample_are_caught_and_not_kept(target: Target, store: Path) -> None:
+    source = source_of(target)
+    opening = replace(source.opening, open=lambda layers: nullcontext(Swapping(target, 40)))
     with pytest.raises(RedraftError, match="differs from the same sample in a batch"):
-        extract(target, target_hash(llama_folder), {"heldout": corpus_of([8, 8, 8], 1)}, PARAMS)
-    assert [path.suffix for path in store.rglob("*") if path.is_file()] == [".lock"]
+        extract(replace(source, opening=opening, checker=opening), {"heldout": corpus_of([8, 8, 8], 1)}, PARAMS)
+    assert not list(store.rglob("*.safetensors"))
 
 
-def test_lengths_that_differ_and_nan_are_refused(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path, "x", 10**6)
-    with pytest.raises(RedraftError, match="differ in length"):
-        writer.add("s", {"input_ids": torch.ones(9), "aux": torch.ones(8, 2)})
-    with pytest.raises(RedraftError, match="not finite"):
-        writer.add("s", {"input_ids": torch.ones(1), "aux": torch.full((1, 2), float("nan"))})
+@pytest.mark.parametrize("fault", ["short", "nan", "lost"])
+def test_an_engine_that_fails_in_silence_is_caught(target: Target, store: Path, fault: str) -> None:
+    class Failing(InProcess):
+        def states(self, groups: Any, layers: Any, *, around: bool = False) -> Any:
+            for number, (group, place, each) in enumerate(super().states(groups, layers, around=around)):
+                states = dict(each)
+                if number == 1 and fault == "short":
+                    states["final"] = states["final"][:-1]
+                if number == 1 and fault == "nan":
+                    states["layer_2"] = torch.full_like(states["layer_2"], torch.nan)
+                if not (number == 1 and fault == "lost"):
+                    yield group, place, states
 
-
-def test_shards_are_bounded_by_bytes(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path, "x", 1000)
-    for number in range(50):
-        writer.add(f"s{number}", {"input_ids": torch.ones(10, dtype=torch.int32), "aux": torch.ones(10, 4)})
-    writer.flush()
-    assert len(writer.shards) == 10  # five documents of 200 bytes each
-    assert all(shard["bytes"] < 1000 + 600 for shard in writer.shards)
+    source = source_of(target)
+    opening = replace(source.opening, open=lambda layers: nullcontext(Failing(target, 40)))
+    told = {"short": "differ from it in length", "nan": "not finite", "lost": "states of every document"}[fault]
+    with pytest.raises(RedraftError, match=told):
+        extract(replace(source, opening=opening, checker=opening), {"heldout": corpus_of([8, 8, 8], 1)}, PARAMS)
 
 
 @given(st.lists(st.integers(1, 50)), st.integers(50, 80))
@@ -201,10 +172,10 @@ def test_a_document_longer_than_a_row_is_refused() -> None:
         pack([5, 51], 50)
 
 
-def test_a_packed_row_holds_its_documents(target: Target, llama_folder: Path, store: Path) -> None:
+def test_a_packed_row_holds_its_documents(target: Target, store: Path) -> None:
     corpus = corpus_of(LENGTHS, 1)
-    manifest = extract(target, target_hash(llama_folder), {"heldout": corpus}, PARAMS)
-    states = HiddenStates(manifest, "heldout")
+    manifest = extracted(target, {"heldout": corpus}, PARAMS)
+    states = HiddenStates(manifest, "heldout", corpus)
     rows = PackedRows(states, 32)
     for number, members in enumerate(rows.rows):
         row = rows[number]

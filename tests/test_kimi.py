@@ -24,7 +24,6 @@ from redraft.corpus.tokenizer import (
     differing_ids,
     forced_ids,
     load_tokenizer,
-    own_class,
     require_markers,
     special_ids,
     special_tokens,
@@ -32,6 +31,7 @@ from redraft.corpus.tokenizer import (
     tokenizer_hash,
 )
 from redraft.frame.errors import RedraftError
+from redraft.target.code import own_class
 
 ADDED = {RANKS + place: name for place, name in (MARKERS | WRITTEN).items()}
 IDS = {name: number for number, name in ADDED.items()}

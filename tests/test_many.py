@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import answers_to_signals
+from conftest import answers_to_signals, write_states
 from test_train import FIT
 
 from redraft.hidden.rows import HiddenStates
@@ -23,10 +23,9 @@ def start(
     states: dict[str, HiddenStates], target: Path, out: Path, processes: int, *, die: Any = None, **changes: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run `fit` in a process of its own, or under torchrun in as many."""
-    manifest = out.parent / "manifest.json"
-    manifest.write_text(json.dumps(states["train"].manifest))
+    write_states(states, out.parent)
     params = FIT.model_copy(update={"epochs": 4, **changes}).model_dump(mode="json")
-    job = {"manifest": str(manifest), "target": str(target), "out": str(out), "processes": processes, "params": params}
+    job = {"states": str(out.parent), "target": str(target), "out": str(out), "processes": processes, "params": params}
     out.with_suffix(".job").write_text(json.dumps(job | ({"die": die} if die else {})))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     command = [sys.executable, *launcher, str(TESTS / "ranks.py"), str(out.with_suffix(".job"))]
@@ -112,10 +111,10 @@ def test_a_terminated_launcher_saves_and_says_so(
     states: dict[str, HiddenStates], llama_folder: Path, tmp_path: Path, whom: str
 ) -> None:
     """DVC does not pass the signal on, so users send it to the whole group."""
-    manifest, job, store = tmp_path / "manifest.json", tmp_path / "long.job", tmp_path / "store" / "train"
-    manifest.write_text(json.dumps(states["train"].manifest))
+    job, store = tmp_path / "long.job", tmp_path / "store" / "train"
+    write_states(states, tmp_path)
     params = FIT.model_copy(update={"epochs": 3000, "save_steps": 20, "batch_tokens": 128}).model_dump(mode="json")
-    fields = {"manifest": str(manifest), "target": str(llama_folder), "out": str(tmp_path / "x"), "processes": 2}
+    fields = {"states": str(tmp_path), "target": str(llama_folder), "out": str(tmp_path / "x"), "processes": 2}
     job.write_text(json.dumps({**fields, "params": params, "slow": str(tmp_path / "sealed")}))
     script = f"import sys; sys.argv = ['{TESTS / 'ranks.py'}', '{job}']; from redraft.frame.launch import launch; "
     command = [sys.executable, "-c", script + "launch(2, 'torchrun')"]

@@ -22,6 +22,7 @@ from redraft.corpus.tokenizer import (
 )
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import TargetParams
+from redraft.hidden.in_process import forward
 from redraft.target.checkout import checkout
 from redraft.target.config import default_aux_layers
 from redraft.target.ends import read_ends
@@ -224,3 +225,28 @@ def test_the_embedding_of_a_prediction_layer_is_not_the_targets(llama_folder: Pa
     tensors["model.layers.8.embed_tokens.weight"] = torch.ones(VOCAB, HIDDEN)
     save_file(tensors, folder / "model.safetensors")
     assert torch.equal(read_ends(folder).embed, read_ends(llama_folder).embed)
+
+
+def test_a_target_that_is_spread_gives_the_states_of_one_that_is_not(llama_folder: Path, tmp_path: Path) -> None:
+    """Over several places: layers on the disk here, on other GPUs elsewhere; states are gathered wherever they lie."""
+    ids = [torch.arange(9) * 5 % 96, torch.arange(4)]
+    whole = load_target(llama_folder, dtype="fp32", device="cpu")
+    places = {f"model.layers.{number}": "disk" if number % 2 else "cpu" for number in range(8)}
+    places |= {"model.embed_tokens": "disk", "model.norm": "cpu", "lm_head": "disk", "model.rotary_emb": "cpu"}
+    spread = load_target(
+        llama_folder,
+        dtype="fp32",
+        device_map={
+            "model.embed_tokens": "disk",
+            "model.norm": "cpu",
+            "lm_head": "disk",
+            "model.rotary_emb": "cpu",
+            **places,
+        },
+    )
+    assert spread.model.hf_device_map["lm_head"] == "disk"  # type: ignore[union-attr, index]
+    for one, two in zip(*(forward(each, ids, (2, 4, 5), around=True) for each in (whole, spread)), strict=True):
+        assert one.keys() == two.keys()
+        for name in one:
+            assert torch.equal(one[name], two[name]), name
+    assert torch.equal(spread.head, whole.head)

@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import some_checkpoint
+from conftest import extracted, some_checkpoint
 from test_hidden import PARAMS, corpus_from
 
 from redraft.frame.device import resolve
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import FitParams, LossParams
-from redraft.hidden.extract import extract
 from redraft.hidden.rows import Batch, HiddenStates, PackedRows
 from redraft.remap.fills import FILLS
 from redraft.remap.first_step import best_fill, first_steps
@@ -150,8 +149,8 @@ def test_the_fullest_rows_are_those_with_the_most_positions_asked(
     corpus = corpus_from(
         {name: ([3] * len(mask), mask) for name, mask in (("few", few), ("many", many), ("x", [0, 1, 1]))}
     )
-    manifest = extract(target, "x", {"train": corpus, "heldout": corpus}, PARAMS)
-    states = HiddenStates(manifest, "train")
+    manifest = extracted(target, {"train": corpus, "heldout": corpus}, PARAMS)
+    states = HiddenStates(manifest, "train", corpus)
     rows = PackedRows(states, 64)
     dealt = Batches(rows, FIT)
     assert [[rows.samples(number) for number in batch] for batch in dealt.fullest()] == [[["many"]], [["few"]]]

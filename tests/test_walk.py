@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redraft.engines.torch import TorchEngine
-from redraft.hidden.extract import forward
+from redraft.hidden.in_process import forward
 from redraft.hidden.rows import Batch
 from redraft.target.model import Target
 from redraft.train.step import StepOutput, TTTModule
@@ -25,8 +25,13 @@ def test_the_walk_is_what_the_engine_serves(target: Target) -> None:
     for prompt, answer in zip(prompts, answers, strict=True):
         mask = torch.tensor([0] * len(prompt) + [1] * len(answer))
         documents.append((torch.tensor(prompt + answer, dtype=torch.int32), mask.to(torch.uint8)))
-    states = forward(target, documents, torch.float32)
-    row = Batch.row(states)  # all documents in one packed row
+    states = forward(target, [ids for ids, _ in documents], target.aux_layers)
+    tensors = [
+        {"input_ids": ids, "loss_mask": mask, "final": each["final"], "greedy": each["greedy"]}
+        | {"aux": torch.cat([each[f"layer_{layer}"] for layer in target.aux_layers], -1)}
+        for (ids, mask), each in zip(documents, states, strict=True)
+    ]
+    row = Batch.row(tensors)  # all documents in one packed row
     module = TTTModule(checkpoint.drafter, checkpoint.mapping, target.embed, target.head, STEPS)
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
     for _ in range(60):  # until it is right now and then

@@ -33,10 +33,11 @@ def add_to(commands: Commands) -> None:
 
 
 def _init(arguments: argparse.Namespace) -> None:
+    from redraft.frame.gpus import gpus
     from redraft.frame.keys import profile_text
     from redraft.frame.profile import Profile
     from redraft.frame.section import load_yaml, validate
-    from redraft.preflight.propose import gpus, propose
+    from redraft.preflight.propose import propose
 
     name, path = arguments.name, Path("profiles") / f"{arguments.name}.yaml"
     if not name.replace("-", "").replace("_", "").isalnum():

@@ -17,18 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from redraft.corpus.parts import Arrays
-from redraft.frame import atomic
 from redraft.frame.errors import RedraftError, some
 from redraft.frame.files import open_tensors
+from redraft.frame.tensors import write_tensors
 
 TOKENS = ("input_ids", "loss_mask", "offsets")
-_TYPES = {
-    "input_ids": ("I32", 4),
-    "loss_mask": ("U8", 1),
-    "offsets": ("I64", 8),
-    "names": ("U8", 1),
-    "source": ("I32", 4),
-}
+_TYPES = {"input_ids": "I32", "loss_mask": "U8", "offsets": "I64", "names": "U8", "source": "I32"}
 
 
 @dataclass
@@ -115,7 +109,8 @@ def write_arrays(
         for each in columns[name]:
             content.update(np.ascontiguousarray(each).data)
     identity = {**identity, "content": content.hexdigest()}
-    _write(path, columns, json.dumps({"sources": known, "identity": identity}, sort_keys=True))
+    typed = {name: (_TYPES[name], parts) for name, parts in columns.items()}
+    write_tensors(path, typed, json.dumps({"sources": known, "identity": identity}, sort_keys=True))
 
 
 def _joined(parts: list[NDArray[Any]]) -> list[NDArray[Any]]:
@@ -125,24 +120,6 @@ def _joined(parts: list[NDArray[Any]]) -> list[NDArray[Any]]:
         joined.append(offsets[1:].astype(np.int64) + base)
         base += int(offsets[-1])
     return joined
-
-
-def _write(path: Path, columns: dict[str, list[NDArray[Any]]], record: str) -> None:
-    """A safetensors file, whose own writer wants every tensor whole in memory."""
-    header: dict[str, Any] = {"__metadata__": {"redraft": record}}
-    end = 0
-    for name in sorted(columns, key=lambda name: (-_TYPES[name][1], name)):  # aligned: wide types first
-        kind, size = _TYPES[name]
-        length = sum(map(len, columns[name]))
-        header[name] = {"dtype": kind, "shape": [length], "data_offsets": [end, end + length * size]}
-        end += length * size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with atomic.opened(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in [name for name in header if name != "__metadata__"]:
-            for each in columns[name]:
-                file.write(np.ascontiguousarray(each).data)
 
 
 def read_corpus(path: Path) -> Corpus:

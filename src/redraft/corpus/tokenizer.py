@@ -2,19 +2,18 @@
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from redraft.frame.errors import RedraftError, some
 from redraft.frame.files import read_object
+from redraft.target.code import TOKENIZER_CONFIG, Trust, allows, make_class, own_class, wrong_class
 from redraft.target.hf import asking_transformers, offline_transformers
 
-CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "tiktoken*")
 
 
-def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(folder: Path, trust_remote_code: Trust = False) -> Any:
     """The tokenizer of a target folder, by the class that the folder names: its own code, or one of transformers.
 
     Raises:
@@ -28,9 +27,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
             found=some(sorted(file.name for file in folder.glob("*"))) or "no files",
             fix="bring the tokenizer's files into the folder that target.source names, and rerun the target stage",
         )
-    reference = own_class(folder, trust_remote_code)
-    with asking_transformers("tokenizer", folder, trust_remote_code):
-        tokenizer = _by_own_class(folder, reference) if reference else _by_library(folder, trust_remote_code)
+    named = own_class(folder, trust_remote_code)
+    with asking_transformers("tokenizer", folder, allows(trust_remote_code, "tokenizer")):
+        tokenizer = _by_own_class(folder, named) if named else _by_library(folder)
     if not tokenizer.chat_template:
         raise RedraftError(
             "The target has no chat template.",
@@ -41,97 +40,30 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     return tokenizer
 
 
-def own_class(folder: Path, trust_remote_code: bool) -> str | None:
-    """`module.Class` of the tokenizer's own code, if the folder's configuration names it (`auto_map`).
-
-    Raises:
-        RedraftError: no such name, code that is not in the folder, or that the profile does not let run.
-    """
-    given = _config(folder).get("auto_map")
-    named = given.get("AutoTokenizer") if isinstance(given, dict) else given  # a plain list is the older form
-    if isinstance(named, list):  # [slow, fast], one of them null
-        named = next((name for name in reversed(named) if name), None)
-    if named is None:
-        return None
-    match = re.fullmatch(r"(?:.+--)?(\w+)\.(\w+)", str(named))  # of ORG/NAME--module.Class the folder's own copy
-    if match is None:
-        raise RedraftError(
-            "The name of the tokenizer's class cannot be read.",
-            where=f"{folder / CONFIG}, auto_map.AutoTokenizer",
-            expected="module.Class",
-            found=named,
-        )
-    code = folder / f"{match[1]}.py"
-    if not code.is_file():
-        raise _missing_code(code, str(named))
-    if not trust_remote_code:
-        raise RedraftError(
-            "The tokenizer is Python code of its own.",
-            where=code,
-            expected="target.trust_remote_code: true in the profile, or --trust-remote-code of a command",
-            found="trust_remote_code: false",
-            fix="read that code, then set the key",
-        )
-    return f"{match[1]}.{match[2]}"
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    return read_object(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-
-
-def _missing_code(code: Path, asked: str) -> RedraftError:
-    return RedraftError(
-        "A file of the tokenizer's own code is missing.",
-        where=code,
-        expected=f"the code that {asked} names",
-        found=some(sorted(file.name for file in code.parent.glob("*.py"))) or "no .py file",
-        fix="bring every .py file of the model's repository into the target's folder, and rerun the target stage",
-    )
-
-
-def _by_own_class(folder: Path, reference: str) -> Any:
+def _by_own_class(folder: Path, named: str) -> Any:
     transformers = offline_transformers()
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    module, name = reference.split(".")
-    try:
-        own = get_class_from_dynamic_module(reference, folder)
-    except AttributeError as error:
-        if error.name != name:
-            raise
-        raise _wrong_class(folder, f"the class {name} in {module}.py", "no such class") from error
-    except FileNotFoundError as error:
-        if not str(error.filename).endswith(".py"):  # of a file beside it
-            raise
-        raise _missing_code(Path(error.filename), f"an import of {module}.py") from error
+    own = make_class(folder, named, "tokenizer")
     is_tokenizer = isinstance(own, type) and issubclass(own, transformers.PreTrainedTokenizerBase)
     if not is_tokenizer:
-        raise _wrong_class(folder, f"{reference}, a tokenizer class", "a class or function that is no tokenizer")
+        found = "a class or function that is no tokenizer"
+        raise wrong_class(folder, f"{named}, a tokenizer class", found, "tokenizer")
     tokenizer = own.from_pretrained(folder)
     if not isinstance(tokenizer, own):
-        raise _wrong_class(folder, reference, type(tokenizer).__name__)
+        raise wrong_class(folder, named, type(tokenizer).__name__, "tokenizer")
     return tokenizer
 
 
-def _by_library(folder: Path, trust_remote_code: bool) -> Any:
+def _by_library(folder: Path) -> Any:
     transformers = offline_transformers()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    named = str(_config(folder).get("tokenizer_class") or type(tokenizer).__name__)
+    # without trust: it names no code of its own, and a configuration's would run only to be asked for its type
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    config = read_object(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).is_file() else {}
+    named = str(config.get("tokenizer_class") or type(tokenizer).__name__)
     known = any(hasattr(transformers, name) for name in (named, named.removesuffix("Fast")))
     if not known and not (folder / "tokenizer.json").is_file():  # transformers makes do with a class of its own
-        raise _wrong_class(folder, f"{named} (tokenizer_class)", f"{type(tokenizer).__name__} of transformers")
+        found = f"{type(tokenizer).__name__} of transformers"
+        raise wrong_class(folder, f"{named} (tokenizer_class)", found, "tokenizer")
     return tokenizer
-
-
-def _wrong_class(folder: Path, expected: str, found: str) -> RedraftError:
-    return RedraftError(
-        "The tokenizer's class is not the one that the folder names.",
-        where=folder / CONFIG,
-        expected=expected,
-        found=found,
-        cause="auto_map and the code are of different revisions, or auto_map was lost when the folder was saved anew",
-        fix="take tokenizer_config.json and the .py files from one revision of the model",
-    )
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
@@ -194,7 +126,7 @@ def require_markers(tokenizer: Any) -> None:
                 where=f"tokenizer: {text}",
                 expected=[number],
                 found=given,
-                cause="another tokenizer class than the target's own, or trust_remote_code is off",
+                cause="another tokenizer class than the target's own, or its own code is not trusted",
             )
 
 

@@ -55,6 +55,11 @@ DEATHS = (
         "a token id past the vocabulary: redraft lint CKPT --target T (d2t may hold ids in place of offsets)",
     ),
     (
+        "no room for the cache",
+        r"No available memory for the cache blocks|less than desired GPU memory utilization|available KV cache memory",
+        "set gpu-memory-utilization or VLLM_CPU_KVCACHE_SPACE, or lower the number of requests in flight",
+    ),
+    (
         "out of memory",
         r"[Oo]ut of memory|OutOfMemory|CUDA OOM|Not enough memory|[Cc]annot allocate memory|can't allocate memory"
         r"|std::bad_alloc|MemoryError",
@@ -65,11 +70,14 @@ DEATHS = (
         r"error: (?:unrecognized arguments|argument|ambiguous option)|invalid choice",
         "see engine.flags in the profile; flags differ by version",
     ),
+    ("a process of it died", r"^Fatal Python error|Worker proc \S+ died unexpectedly", None),
     ("not installed", r"No module named '?(?:sglang|vllm)'?\b", "engine.python in the profile: give its interpreter"),
 )
 GUARD = 'trap "" HUP INT TERM; read -r done || { kill -s TERM "$1"; sleep "$2"; kill -s KILL -- "-$1"; }'
 """A shell that waits for a word on a pipe; if this process dies without one, be it by SIGKILL, it ends the server."""
-_ERROR_LINE = re.compile(r"^(?:\[[^\]]*\] )?\s*((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)): ?(.*)$")
+_ERROR_LINE = re.compile(
+    r"^(?:\(\w+ pid=\d+\) ERROR [^\]]*\]|\[[^\]]*\])?\s*((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)): ?(.*)$"
+)
 
 
 def explain(log: str) -> tuple[str, str, str | None]:
@@ -77,7 +85,7 @@ def explain(log: str) -> tuple[str, str, str | None]:
 
     The last lines of a log are those of processes that die because another one did, so the first match counts.
     """
-    lines = log.splitlines()
+    lines = [line for line in log.splitlines() if " WARNING " not in line]
     for name, pattern, advice in DEATHS:
         for line in lines:
             if re.search(pattern, line):
@@ -118,9 +126,12 @@ def require_port(port: int) -> None:
 class ServerProcess:
     """One server; `stop` ends it and every process that it started."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
-        """`environment` is added to this process's own; `log` receives what the server prints."""
-        self.command, self.log = list(command), log
+    def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path, section: str = "engine") -> None:
+        """`environment` is added to this process's own; `log` receives what the server prints.
+
+        `section` of the profile says how it is started: errors advise on its keys.
+        """
+        self.command, self.log, self.section = list(command), log, section
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
             try:
@@ -135,7 +146,7 @@ class ServerProcess:
             except OSError as error:
                 raise RedraftError(
                     "The server's interpreter cannot be run.",
-                    where="engine.python in the profile",
+                    where=f"{section}.python in the profile",
                     found=f"{command[0]}: {error.strerror}",
                     fix="give the interpreter in which the engine is installed; `make engines` builds one for tests",
                 ) from error
@@ -183,12 +194,13 @@ class ServerProcess:
         self.stop()
         log = self.log.read_text(errors="replace")
         name, line, advice = explain(log)
-        tail = "\n    | ".join(log.splitlines()[-LAST_LINES:])
+        told = [line for line in log.splitlines() if "leaked" not in line]  # by bindings, at an abrupt end
+        tail = "\n    | ".join(told[-LAST_LINES:])
         return RedraftError(
             what,
             where=self.log,
             found=f"{how}; {name}: {line}",
-            fix=advice,
+            fix=advice and advice.replace("engine.", f"{self.section}."),
             tail=f"\n  command: {' '.join(self.command)}\n  last lines of its log:\n    | {tail}",
         )
 

@@ -2,10 +2,11 @@
 
 import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from redraft.frame.extraction import ExtractParams
 from redraft.frame.section import (
     Above0,
     Count,
@@ -16,7 +17,9 @@ from redraft.frame.section import (
     Positive,
     Precision,
     Section,
+    Settings,
     Whole,
+    distinct,
     read_object,
     validate,
 )  # fmt: skip
@@ -25,13 +28,11 @@ Answer = Annotated[Whole, Field(gt=1)]
 """Tokens: the first one comes from the prompt, so an answer of one has no verify step."""
 
 
-def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    if len(set(values)) < len(values):
-        raise ValueError("every value once")
-    return values
+Part = Literal["tokenizer", "configuration", "model"]
 
 
-Settings = dict[str, str | bool | int | float]
+def _parts(value: Any) -> Any:
+    return (get_args(Part) if value else ()) if isinstance(value, bool) else value
 
 
 def _day(value: Any) -> str:
@@ -53,13 +54,15 @@ class TargetParams(Section):
     """The model that is served."""
 
     source: str
-    """`wheel:NAME==VERSION` (holds a GGUF file), `fit:tiny` (fitted here), a folder, or a hub id `ORG/NAME`."""
+    """`wheel:NAME==VERSION` (holds a GGUF file), `fit:tiny`, `fit:kimi-tiny` or `fit:kimi-int4` (fitted here), a
+    folder, or a hub id `ORG/NAME`."""
     sha256: str | None = None
     """Of the wheel; required for `wheel:`."""
     revision: str | None = None
-    """Commit of a hub id; required for a hub id."""
-    trust_remote_code: Flag = False
-    """Let the hub repository's own Python code run."""
+    """Commit of a hub id, or a branch or tag: the first commit that it names is kept, and a later one refused."""
+    trust_remote_code: Annotated[tuple[Part, ...], BeforeValidator(_parts), AfterValidator(distinct)] = ()
+    """Parts of the model's own Python code that may run; `true` is all of them, `false` none. A part that transformers
+    has itself never runs."""
     aux_layers: tuple[Count, Count, Count] | None = None
     """Aux layers, as inputs of 0-based decoder layers; default (2, L//2, L-3)."""
     template: TemplateParams = TemplateParams()
@@ -92,28 +95,6 @@ class VocabParams(Section):
     """Special and added tokens are always in."""
     force_bytes: Flag
     """Single-byte tokens are always in."""
-
-
-class ExtractParams(Section):
-    """Hidden states of the target."""
-
-    engine: Literal["transformers", "vllm", "import"]
-    """What they come from: `transformers` in this process, `vllm` servers, `import` dumps that another tool wrote."""
-    format: Literal["bf16", "fp8"]
-    """How states are kept: two bytes a value, or one with a scale per token and layer."""
-    law: Literal["states", "scored", "top64"]
-    """What is kept of the target's law: the final state of every position, only of those where a target is scored, or
-    the 64 largest logits of the full vocabulary with their ids."""
-    batch_tokens: Positive
-    """Padded tokens in one forward."""
-    shard_mib: Positive
-    """Largest size of one shard, MiB."""
-    recheck: Count
-    """Samples extracted again alone, to catch states of another sample (C15)."""
-    tolerance: Above0
-    """Largest relative difference (norm of the difference over norm) of a rechecked sample."""
-    diagnostic_positions: Positive
-    """Held-out positions of the diagnostic shard, at least."""
 
 
 class DrafterShape(Section):
@@ -211,7 +192,7 @@ class DonorParams(Section):
     source: str
     """`train` (fitted here on the donor corpus), a checkpoint folder, or a hub id."""
     revision: str | None = None
-    """Commit of a hub id."""
+    """Commit, branch or tag of a hub id, as `target.revision`."""
     head: Literal["own", "target"] = "own"
     """`target`: a donor without a head of its own borrows the target's rows; without this it is refused."""
     train: FitParams | None = None
@@ -322,16 +303,36 @@ class BenchParams(Section):
     """Held-out prompts, other than the probe's where there are enough."""
     max_new_tokens: Answer
     """Tokens of each answer."""
-    concurrency: Annotated[tuple[Positive, ...], Field(min_length=1), AfterValidator(_distinct)]
+    concurrency: Annotated[tuple[Positive, ...], Field(min_length=1), AfterValidator(distinct)]
     """Numbers of clients to measure with; `torch` answers one at a time."""
-    spec_steps: Annotated[tuple[Positive, ...], Field(min_length=1), AfterValidator(_distinct)]
+    spec_steps: Annotated[tuple[Positive, ...], Field(min_length=1), AfterValidator(distinct)]
     """Numbers of drafted tokens to try, as a chain."""
-    trees: Annotated[tuple[tuple[Positive, Positive, Positive], ...], AfterValidator(_distinct)]
+    trees: Annotated[tuple[tuple[Positive, Positive, Positive], ...], AfterValidator(distinct)]
     """Draft trees to try as well, on a server: steps, topk, draft tokens."""
-    compare: Annotated[tuple[str, ...], AfterValidator(_distinct)]
+    compare: Annotated[tuple[str, ...], AfterValidator(distinct)]
     """Folders of other drafters to measure beside this one: `artifacts/donor`, `artifacts/initial`, or any other."""
     min_ratio: dict[Positive, Above0]
     """By concurrency, the ratio over plain decoding below which the stage fails once its figures are written."""
+
+
+class PlanParams(Section):
+    """Optional. Sizes for `redraft plan` where no config.json of target and donor is at hand; where one is, they have
+    to be the same."""
+
+    hidden_size: Positive
+    """H of the target."""
+    vocab_size: Positive
+    """V of the target."""
+    num_hidden_layers: Positive
+    """Decoder layers of the target."""
+    intermediate_size: Positive
+    """Width of the drafter's MLP."""
+    num_attention_heads: Positive
+    """Query heads of the drafter."""
+    num_key_value_heads: Positive
+    """Key and value heads of the drafter."""
+    head_dim: Positive
+    """Features of a head of the drafter."""
 
 
 class Profile(Section):
@@ -347,6 +348,7 @@ class Profile(Section):
     engine: EngineParams
     probe: ProbeParams
     bench: BenchParams
+    plan: PlanParams | None = None
 
     @model_validator(mode="after")
     def _rows_hold_documents(self) -> "Profile":

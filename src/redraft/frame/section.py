@@ -29,6 +29,15 @@ NotNegative = Annotated[Number, Field(ge=0)]
 Above0 = Annotated[Number, Field(gt=0)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 Precision = Literal["auto", "bf16", "fp32"]
+Settings = dict[str, str | bool | int | float]
+"""Flags or arguments by name."""
+
+
+def distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """For `AfterValidator`: every value once."""
+    if len(set(values)) < len(values):
+        raise ValueError("every value once")
+    return values
 
 
 class Section(BaseModel):

@@ -1,6 +1,6 @@
 """What hidden states come from: the one interface of `transformers`, `vllm` and `import`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ class Engine(Protocol):
 
     def states(
         self, groups: Sequence[Sequence[Tensor]], layers: Sequence[int], *, around: bool = False
-    ) -> Iterator[tuple[int, int, States]]:
+    ) -> Generator[tuple[int, int, States]]:
         """Yield (group, place in it, states) of every document, in any order within two groups that follow each other.
 
         Args:
@@ -40,5 +40,22 @@ class Opening:
 
     identity: dict[str, Any]
     """What of it decides the numbers: `name`, `release`, `dtype`; part of the fingerprint of what it makes."""
-    open: Callable[[], AbstractContextManager[Engine]]
-    """Loads the target, or starts or joins servers; ends them when the block does."""
+    open: Callable[[Sequence[int]], AbstractContextManager[Engine]]
+    """Loads the target, or starts or joins servers, and ends them when the block does. Takes all layers that will be
+    asked for, since a server has to know them when it starts."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A target, and the engine that its states come from."""
+
+    opening: Opening
+    checker: Opening | None
+    """What some documents are extracted with again, usually the same; None where nothing can."""
+    target: str
+    """`target_hash` of its folder."""
+    head: Tensor
+    """[V, H]."""
+    aux_layers: tuple[int, ...]
+    depth: int
+    """Decoder layers."""

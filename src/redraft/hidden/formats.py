@@ -13,11 +13,8 @@ T tokens, H hidden size, L aux layers, F tokens whose final state is kept. Tenso
 | `scored` | `final` of the tokens that `scored` bool [T] marks, in their order |
 | `top64` | `top_ids` int32 [T, 64] and `top_logits` bf16 [T, 64], largest first, less the largest of the token |
 
-All can be cut and joined by token, but for `final` under `scored`, which is joined alone: see `cut`.
+All have a row for every token, but for `final` under `scored`.
 """
-
-import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +22,8 @@ from torch.nn import functional as F
 
 from redraft.frame.advice import rerun
 from redraft.frame.errors import RedraftError
+from redraft.hidden.sizes import TOP
 
-TOP = 64
-"""Logits kept of a token under `top64`; fewer where the vocabulary has fewer."""
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 """448: what the largest value of a token and layer is scaled to."""
@@ -36,21 +32,6 @@ LEAST_SCALE = 2.0**-120
 STATES = ("aux", "final", "top_ids", "top_logits")
 PART = 256
 """Tokens whose logits over the full vocabulary are held at once."""
-
-
-def token_bytes(hidden: int, aux: int, kept: str, law: str, scored: float = 1.0) -> int:
-    """Bytes of states a token, ids and offsets not counted.
-
-    Args:
-        hidden: H.
-        aux: L.
-        kept: `extract.format`.
-        law: `extract.law`.
-        scored: share of the tokens that `scored_positions` marks.
-    """
-    state = 2 * hidden if kept == "bf16" else hidden + 4
-    of_law = {"states": state, "scored": 1 + math.ceil(scored * state), "top64": TOP * (4 + 2)}
-    return aux * state + of_law[law]
 
 
 def scored_positions(loss_mask: Tensor) -> Tensor:
@@ -146,21 +127,11 @@ def _kept(name: str, states: Tensor, kept: str, layers: int) -> dict[str, Tensor
     return {name: values.flatten(1), f"{name}_scale": scale}
 
 
-def cut(shard: Any, start: int, end: int) -> dict[str, Tensor]:
-    """The tensors of tokens `start` to `end` of an open shard, without `offsets`."""
-    names = set(shard.keys()) - {"offsets"}
-    rows = dict.fromkeys(names, (start, end))
-    if "scored" in names:
-        before, own = (int(shard.get_slice("scored")[a:b].sum()) for a, b in ((0, start), (start, end)))
-        rows |= {name: (before, before + own) for name in ("final", "final_scale") if name in names}
-    return {name: shard.get_slice(name)[a:b] for name, (a, b) in rows.items()}
-
-
 def unpacked(tensors: dict[str, Tensor], loss_mask: Tensor | None = None) -> dict[str, Tensor]:
     """Back to `aux` bf16 [T, LH], and `final` bf16 [T, H] or `top_ids` [T, 64] and `top_logits` bf16 [T, 64].
 
     Args:
-        tensors: of a shard, or of a document as `cut` has them; what is no state stays as it is.
+        tensors: of one document or several; what is no state stays as it is.
         loss_mask: [T], of that document: every token that it scores must have its final state. Those of others are 0.
 
     Raises:

@@ -1,9 +1,7 @@
 """Documents of hidden states, read by memory map and packed into rows for training."""
 
 import bisect
-import itertools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,80 +9,100 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redraft.corpus.corpus import Corpus
 from redraft.frame.advice import rerun
 from redraft.frame.errors import RedraftError
-from redraft.frame.files import open_tensors, read_object
+from redraft.frame.files import read_object
 from redraft.frame.store import store_root
-from redraft.hidden.formats import cut, unpacked
-from redraft.hidden.shards import check_present
+from redraft.hidden.formats import unpacked
+from redraft.hidden.pool import FORMAT, documents_of, split_fingerprint
+from redraft.hidden.reading import ShardFile
+from redraft.hidden.shards import Shard, require_all_whole
 
 
-@dataclass(frozen=True)
-class Document:
-    """Where one document lies: tokens `start` to `end` of a shard."""
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest at `path`, as `redraft.hidden.extract.extract` made it.
 
-    shard: int
-    start: int
-    end: int
-    sample: str = ""
-    """Id of its sample in the corpus."""
+    Raises:
+        RedraftError: it cannot be read, or is that of another version.
+    """
+    manifest = read_object(path)
+    if manifest.get("redraft") != FORMAT:
+        raise RedraftError(
+            "The hidden states are those of another version of redraft.",
+            where=path,
+            expected=f"format {FORMAT}",
+            found=manifest.get("redraft", "none"),
+            fix=rerun("extract"),
+        )
+    return manifest
 
 
 class HiddenStates:
-    """Documents of one split, read by memory map."""
+    """The documents of one split in the order of its corpus: states by memory map, ids and masks from the corpus."""
 
-    def __init__(self, manifest: Path, split: str, **identity: Any) -> None:
-        """Check the manifest and that every shard of `split` is present with its size, and index its documents.
+    def __init__(self, manifest: dict[str, Any], split: str, corpus: Corpus, **identity: Any) -> None:
+        """Check that the manifest is of this corpus, and that every shard of `split` is there with its bytes.
 
         Args:
-            manifest: path of the manifest.
+            manifest: see `read_manifest`.
             split: name of a split.
+            corpus: of this split.
             identity: fields of the manifest that must have these values, for example `target` and `aux_layers`.
 
         Raises:
-            RedraftError: a field differs, or a shard is missing or has another size.
+            RedraftError: a field or the corpus differs, or a shard is missing or damaged.
         """
-        self.manifest = read_object(manifest)
-        for name, value in identity.items():
-            if self.manifest.get(name) != value:
+        self.manifest, self.corpus = manifest, corpus
+        told = manifest["splits"][split]
+        keys = [key for key, _ in documents_of(corpus, manifest["law"])]
+        self.fingerprint: str = told["fingerprint"]
+        """Of what decides the states of this split."""
+        wanted = {**identity, f"splits.{split}.fingerprint": split_fingerprint(manifest["states"], keys)}
+        found = {**manifest, f"splits.{split}.fingerprint": self.fingerprint}
+        for name, value in wanted.items():
+            if found.get(name) != value:
                 raise RedraftError(
                     "The hidden states were extracted from something else.",
-                    where=f"{manifest}: {name}",
+                    where=f"hidden states of {split}: {name}",
                     expected=value,
-                    found=self.manifest.get(name),
+                    found=found.get(name),
+                    cause="target, aux layers or corpus changed after they were extracted",
                     fix=rerun("extract"),
                 )
-        folder = store_root() / self.manifest["fingerprint"]
-        self._open, self._files = ExitStack(), list[Any]()
-        self.documents: list[Document] = []
-        for number, entry in enumerate(self.manifest["splits"][split]):
-            path = folder / entry["file"]
-            check_present(path, entry["bytes"])
-            self._files.append(self._open.enter_context(open_tensors(path)))
-            offsets = self._files[-1].get_tensor("offsets").tolist()
-            places = zip(itertools.pairwise(offsets), entry["samples"], strict=True)
-            self.documents += [Document(number, start, end, sample) for (start, end), sample in places]
+        folder = store_root() / "hidden" / manifest["states"]
+        used = {number for number, _ in told["places"]}
+        shards = {number: Shard(documents=(), **manifest["shards"][number]) for number in sorted(used)}
+        require_all_whole(folder, shards.values())
+        self._files = {number: ShardFile(shard.file(folder)) for number, shard in shards.items()}
+        self._places: list[tuple[int, int]] = told["places"]
+        self._lengths: list[int] = corpus.offsets.diff().tolist()
 
     def __len__(self) -> int:
-        return len(self.documents)
+        return len(self._lengths)
 
     @property
     def tokens(self) -> int:
         """Tokens of all documents."""
-        return sum(map(self.length, range(len(self))))
+        return sum(self._lengths)
 
     def length(self, index: int) -> int:
         """Tokens of a document."""
-        return self.documents[index].end - self.documents[index].start
+        return self._lengths[index]
 
-    def read(self, index: int, names: Iterable[str] = ()) -> dict[str, Tensor]:
-        """The per-token tensors of a document as `unpacked` gives them, or those of `names`, which are no states."""
-        document = self.documents[index]
-        file = self._files[document.shard]
-        if names:
-            return {name: file.get_slice(name)[document.start : document.end] for name in names}
-        tensors = cut(file, document.start, document.end)
-        return unpacked(tensors, tensors["loss_mask"])
+    def sample(self, index: int) -> str:
+        """Id of a document's sample in the corpus."""
+        return self.corpus.samples[index]
+
+    def mask(self, index: int) -> Tensor:
+        """The loss mask of a document, uint8 [T]."""
+        return self.corpus.document(index)[1]
+
+    def read(self, index: int) -> dict[str, Tensor]:
+        """The tensors of a document that `Batch` holds, T tokens each."""
+        ids, mask = self.corpus.document(index)
+        number, place = self._places[index]
+        return {"input_ids": ids, "loss_mask": mask, **unpacked(self._files[number].read(place), mask)}
 
 
 def pack(lengths: list[int], row_tokens: int) -> list[list[int]]:
@@ -192,7 +210,7 @@ class PackedRows:
 
     def samples(self, index: int) -> list[str]:
         """Ids of the samples in a row."""
-        return [self.states.documents[document].sample for document in self.rows[index]]
+        return [self.states.sample(document) for document in self.rows[index]]
 
     def empty(self) -> Batch:
         """A row of padding alone."""

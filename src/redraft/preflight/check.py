@@ -13,9 +13,10 @@ from typing import Any
 from redraft.frame.errors import RedraftError, explained, some
 from redraft.frame.files import read_object
 from redraft.frame.params import Config
+from redraft.preflight.look import require_described, require_memory
 from redraft.target.checkout import locate, require_used
 from redraft.target.config import aux_layers_at, require_served
-from redraft.target.facts import read_facts
+from redraft.target.facts import TargetFacts, read_facts
 from redraft.target.folder import TARGET_RECORD
 from redraft.target.weights import weight_files
 
@@ -51,8 +52,8 @@ def check(config: Config, root: Path, *, deep: bool = False) -> Checked:
     found = Checked(notes=[*left_over(config), *_outside_git(config, root)])
     target = _target_folder(config, root)
     found.look("data", lambda: _data(config, root))
-    found.look("target", lambda: _target(config, target))
-    found.look("donor", lambda: _donor(config, target))
+    found.look("target", lambda: _target(config, target, found.notes))
+    found.look("donor", lambda: _donor(config, target, found.notes))
     found.look("tokenizer", lambda: _tokenizers(config, target, found.notes, deep))
     if deep and target and not found.faults:
         found.look("draft vocabulary", lambda: _vocabulary(config, target))
@@ -95,7 +96,8 @@ def left_over(config: Config) -> list[str]:
 
 def _outside_git(config: Config, root: Path) -> list[str]:
     """What this run reads and git has not: a queued or temporary run would not find it."""
-    paths = [f"profiles/{config.params.profile}.yaml", f"data/{config.params.profile}"]
+    name = config.params.profile
+    paths = [f"profiles/{name}.yaml", f"profiles/{name}.lock", f"data/{name}"]
     there = [path for path in paths if (root / path).exists()]
     listed = subprocess.run(
         ["git", "ls-files", "--others", "--exclude-standard", "--", *there],
@@ -161,7 +163,7 @@ def _hidden(target: Path | None) -> int:
         return 0
 
 
-def _target(config: Config, folder: Path | None) -> str:
+def _target(config: Config, folder: Path | None, notes: list[str]) -> str:
     params, source = config.profile.target, config.profile.target.source
     require_used(params)
     made = source.startswith(("wheel:", "fit:"))
@@ -172,33 +174,34 @@ def _target(config: Config, folder: Path | None) -> str:
     if not made and locate(source, params.revision) == folder:
         require_served(folder)
         weight_files(folder)
-    facts = read_facts(folder)
-    aux_layers_at(facts.depth, params.aux_layers)
-    if config.profile.vocab.slots > facts.vocab:
-        raise RedraftError(
-            "The draft vocabulary is larger than the target's.",
-            where="vocab.slots in the profile",
-            expected=f"at most {facts.vocab} (vocab_size in {folder / 'config.json'})",
-            found=config.profile.vocab.slots,
-        )
-    _require_tokenizer(folder, params.trust_remote_code)
+    facts = require_described(folder, config)
+    notes += _unserved(aux_layers_at(facts.depth, params.aux_layers), facts)
+    require_memory(folder, _bytes(folder), config)
     return f"{facts.architecture or '?'}, {facts.depth} layers, hidden {facts.hidden}, V {facts.vocab}"
 
 
-def _require_tokenizer(folder: Path, trust_remote_code: bool) -> None:
-    if not any(folder.glob("tokenizer*")) and not any(folder.glob("*.model")):
-        raise RedraftError(
-            "The target has no tokenizer.",
-            where=folder,
-            expected="tokenizer.json or tokenizer_config.json",
-            fix="copy the tokenizer's files of the model there",
-        )
-    from redraft.corpus.tokenizer import own_class
-
-    own_class(folder, trust_remote_code)
+def _bytes(folder: Path) -> int:
+    """Of the weights in `folder`, or of those that its record names elsewhere."""
+    record = read_object(folder / TARGET_RECORD) if (folder / TARGET_RECORD).is_file() else {}
+    recorded = sum(known[0] for name, known in record.get("files", {}).items() if name.endswith(".safetensors"))
+    return recorded or sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def _donor(config: Config, target: Path | None) -> str:
+def _unserved(layers: tuple[int, ...], facts: TargetFacts) -> list[str]:
+    """What is to be known of layers that not even the newest release captures: an export alone is refused."""
+    from redraft.preflight.releases import NEWEST, able_releases
+
+    able = able_releases(layers, facts.depth, facts.architecture)
+    if able is not None and able.endswith(str(NEWEST)):
+        return []
+    return [
+        f"target.aux_layers {list(layers)}: "
+        + (f"SGLang {able} alone captures" if able else "no release of SGLang that was read captures")
+        + " inputs of these layers of such a target; the engine torch and vLLM do"
+    ]
+
+
+def _donor(config: Config, target: Path | None, notes: list[str]) -> str:
     donor = config.profile.donor
     if donor.source == "train":
         return f"trained here on data/{config.params.profile}/donor.jsonl"
@@ -212,7 +215,9 @@ def _donor(config: Config, target: Path | None) -> str:
     if target is not None:
         facts = read_facts(target)
         fields = SimpleNamespace(**{"model_type": "?", **facts.fields, "architectures": [facts.architecture]})
-        require_fit(parts, folder, fields, aux_layers_at(facts.depth, config.profile.target.aux_layers))
+        chosen = config.profile.target.aux_layers
+        layers = aux_layers_at(facts.depth, chosen)
+        require_fit(parts, folder, fields, layers, named=chosen is not None, tell=notes.append)
     return f"{len(parts.mapping)} slots, {parts.mapping.order}"
 
 

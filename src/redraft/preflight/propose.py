@@ -138,12 +138,3 @@ def _of_donor(folder: Path, target: TargetFacts | None) -> tuple[int | None, lis
     layers = declared_layers(fields, target.architecture, target.depth) if target else None
     default = layers is None or (target is not None and layers == default_aux_layers(target.depth))
     return fields.get("draft_vocab_size"), None if default or layers is None else list(layers)
-
-
-def gpus() -> int:
-    """GPUs of this machine, without loading torch where there is no driver."""
-    if not Path("/proc/driver/nvidia").exists() and not Path("/dev/kfd").exists():
-        return 0
-    import torch
-
-    return torch.cuda.device_count()

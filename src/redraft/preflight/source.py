@@ -1,14 +1,11 @@
 """Which model a target folder is: what a person, a hub and a server call it."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from redraft.preflight.facts import object_or_reason
 from redraft.target.folder import TARGET_RECORD, weights_folder
-
-_SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{7,64})$")
-"""The end of a path in the hub's cache."""
+from redraft.target.hub import snapshot_of
 
 
 @dataclass(frozen=True)
@@ -31,16 +28,16 @@ def source_of(folder: Path) -> Source:
     """
     record = object_or_reason(folder / TARGET_RECORD)
     given = record if isinstance(record, dict) else {}
-    name, revision = str(given.get("source") or ""), given.get("revision")
+    name, revision = str(given.get("source") or ""), given.get("commit") or given.get("revision")
     if "@" in name:
-        name, _, revision = name.partition("@")
+        name, _, named = name.partition("@")
+        revision = revision or named
     if name.startswith(("wheel:", "fit:")):
         return Source(name, str(folder))
     if revision and name.count("/") == 1 and not name.startswith(("/", ".", "~")):
         return Source(name, name, str(revision))
     weights = weights_folder(folder) if given else folder
     weights = folder if weights.resolve() == folder.resolve() else weights
-    if cached := _SNAPSHOT.search(weights.resolve().as_posix()):
-        hub = f"{cached[1]}/{cached[2]}"
-        return Source(hub, hub, cached[3])
+    if cached := snapshot_of(weights):
+        return Source(cached[0], *cached)
     return Source(weights.resolve().name, str(weights))

@@ -9,6 +9,7 @@ from typing import Any
 
 from redraft.frame.errors import RedraftError, some
 from redraft.frame.files import read_object
+from redraft.target.code import Trust, allows, make_class, named_class, own_class
 from redraft.target.hf import asking_transformers, offline_transformers
 
 TIED = "tie_word_embeddings"
@@ -32,11 +33,14 @@ def default_aux_layers(layers: int) -> tuple[int, int, int]:
     return chosen
 
 
-def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
+def read_config(folder: Path, trust_remote_code: Trust = False) -> Any:
     """The transformers configuration in `folder`; nested text configurations are left in place.
 
+    The folder's own code runs only where transformers has no class for the model (`library_class`).
+
     Raises:
-        RedraftError: no config.json, no JSON object, a model that transformers does not know, or code that fails.
+        RedraftError: no config.json, no JSON object, a model that transformers does not know, code of its own that may
+            not run, or that fails.
     """
     fields = _fields(folder)
     if not fields.get("model_type"):
@@ -47,8 +51,43 @@ def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
             found=some(sorted(fields)),
             fix="give a folder as save_pretrained of transformers writes it",
         )
-    with asking_transformers("target's configuration", folder, trust_remote_code):
-        return offline_transformers().AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with asking_transformers("target's configuration", folder, allows(trust_remote_code, "configuration")):
+        transformers = offline_transformers()
+        foreign = named_class(folder, "model") is not None and library_class(folder) is None
+        if foreign or fields["model_type"] not in transformers.CONFIG_MAPPING:
+            named = own_class(folder, trust_remote_code, "configuration")
+            if named is not None:
+                return make_class(folder, named, "configuration").from_pretrained(folder)
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def library_class(folder: Path) -> str | None:
+    """The class of transformers for the model in `folder`; None if it has none, or the folder means another.
+
+    By model_type. A name in `architectures` that differs in more than letter case and underscores
+    (`KimiK25ForConditionalGeneration` is `Kimi_K25ForConditionalGeneration`) is another class: of transformers too, or
+    the folder's own.
+    """
+    transformers = offline_transformers()
+    from transformers.models.auto import modeling_auto as auto
+
+    fields = _fields(folder)
+    kind = fields.get("model_type")
+    tables = (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+    given = fields.get("architectures")
+    known = [table[kind] for table in tables if kind in table]
+    named = str(given[0]) if isinstance(given, list) and given else next(iter(known), "")
+    same = (name for name in known if _plain(name) == _plain(named))
+    elsewhere = named if kind in transformers.CONFIG_MAPPING and hasattr(transformers, named) else None
+    return next(same, elsewhere)
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").casefold()
 
 
 def require_served(folder: Path) -> None:

@@ -5,18 +5,20 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from redraft.frame.errors import RedraftError, some
-from redraft.frame.files import open_tensors, read_text
+from redraft.frame.files import open_tensors, read_object
 from redraft.target.config import TIED, read_config, tie_flags
-from redraft.target.folder import contents, weights_folder
+from redraft.target.folder import TARGET_RECORD, contents, weights_folder
 from redraft.target.weights import tensor_files
 
 EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+_OF_SAVING = {"_name_or_path", "transformers_version"}
 _ROWS = 8192
 """Rows that are compared at once."""
 
@@ -69,9 +71,23 @@ def read_ends(folder: Path) -> Ends:
 
 
 def target_hash(folder: Path) -> str:
-    """Identity of a target without reading its terabyte: configuration and contents, wherever they lie."""
-    identity = [read_text(folder / "config.json"), contents(weights_folder(folder))]
+    """Identity of a target without reading its terabyte, wherever it lies: its weights, and what else makes a forward.
+
+    That is `config.json` without what a saving notes of itself, and the code of its own that may run, as the target
+    stage recorded it. Names of files and of folders do not count.
+    """
+    known = contents(weights_folder(folder))
+    weights = sorted(value for name, value in known.items() if name.endswith(".safetensors"))
+    record = read_object(folder / TARGET_RECORD) if (folder / TARGET_RECORD).is_file() else {}
+    identity = [_lasting(read_object(folder / "config.json")), record.get("code", {}), weights]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def _lasting(value: Any) -> Any:
+    """A configuration without the keys that every saving writes anew."""
+    if isinstance(value, dict):
+        return {key: _lasting(each) for key, each in value.items() if key not in _OF_SAVING}
+    return value
 
 
 def same(one: Tensor, other: Tensor) -> bool:

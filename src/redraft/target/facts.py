@@ -6,10 +6,13 @@ from typing import Any
 
 from redraft.frame.errors import RedraftError
 from redraft.frame.files import read_object
+from redraft.target.code import TOKENIZER_CONFIG
 from redraft.target.config import read_config
 
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")
 _MOST = 1 << 31
+_OF_SERVERS = (TOKENIZER_CONFIG, "processor_config.json", "preprocessor_config.json")
+"""What else a server reads that can name code (`auto_map`)."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,11 @@ class TargetFacts:
 
     @property
     def remote_code(self) -> bool:
-        """Whether it brings Python code of its own."""
-        return "auto_map" in self.top
+        """Whether it brings Python code of its own, be it the tokenizer's alone: servers ask for permission."""
+        files = [self.folder / name for name in _OF_SERVERS]
+        return any(
+            "auto_map" in fields for fields in [self.top, *(read_object(file) for file in files if file.is_file())]
+        )
 
 
 def read_facts(folder: Path) -> TargetFacts:

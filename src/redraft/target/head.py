@@ -18,6 +18,20 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-2}
 """Largest relative difference of the logits of a token; the same product in the same dtype, so rounding alone."""
 
 
+def weight_of(module: Any) -> Tensor:
+    """The weight of a module, also of one that a spread target brings to a device only while it computes."""
+    weight = module.weight
+    return weight if weight.device.type != "meta" else module._hf_hook.weights_map["weight"]
+
+
+def first_device(model: Any) -> torch.device:
+    """Where a model wants its ids: one that is spread computes its embedding elsewhere than it lies."""
+    if not getattr(model, "hf_device_map", None):
+        return model.get_output_embeddings().weight.device
+    embedding = model.get_input_embeddings()
+    return torch.device(embedding._hf_hook.execution_device)
+
+
 @torch.inference_mode()
 def require_plain_head(model: Any) -> None:
     """One forward of 16 tokens: logits against states times rows, and the last state against the final norm's output.
@@ -25,8 +39,8 @@ def require_plain_head(model: Any) -> None:
     Raises:
         RedraftError: they differ, or the model has no decoder with `layers` and `norm`.
     """
-    decoder, head = model.get_decoder(), model.get_output_embeddings().weight
-    stretch = torch.tensor(STRETCH, dtype=head.dtype, device=head.device)[:, None]
+    decoder, head = model.get_decoder(), weight_of(model.get_output_embeddings())
+    stretch = torch.tensor(STRETCH, dtype=head.dtype)[:, None]
     seen: dict[str, Tensor] = {}
 
     def at_norm(_: nn.Module, args: Any, output: Tensor) -> None:
@@ -34,20 +48,20 @@ def require_plain_head(model: Any) -> None:
 
     def at_end(_: nn.Module, args: Any, output: Any) -> Any:
         seen["final"] = output.last_hidden_state
-        output.last_hidden_state = seen["stretched"] = output.last_hidden_state * stretch
+        output.last_hidden_state = seen["stretched"] = seen["final"] * stretch.to(seen["final"].device)
         return output
 
     handles = [decoder.register_forward_hook(at_end)]
     if norm := getattr(decoder, "norm", None):
         handles.append(norm.register_forward_hook(at_norm))
     try:
-        ids = torch.arange(len(STRETCH), device=head.device)[None] % len(head)
+        ids = torch.arange(len(STRETCH), device=first_device(model))[None] % len(head)
         logits = model(input_ids=ids, use_cache=False).logits
     finally:
         for handle in handles:
             handle.remove()
-    expected = seen["stretched"] @ head.T
-    apart = (logits - expected).float().norm(dim=-1) / (expected.float().norm(dim=-1) + 1e-30)
+    expected = seen["stretched"].to(head.device) @ head.T
+    apart = (logits.to(head.device) - expected).float().norm(dim=-1) / (expected.float().norm(dim=-1) + 1e-30)
     if not bool((apart <= TOLERANCE[head.dtype]).all()):
         fields = model.config.get_text_config().to_dict()
         told = [f"{name} {value}" for name, value in fields.items() if "logit" in name or "lm_head" in name]

@@ -24,7 +24,7 @@ def offline_transformers() -> Any:
 
 
 @contextmanager
-def asking_transformers(what: str, folder: Path, trust_remote_code: bool) -> Iterator[None]:
+def asking_transformers(what: str, folder: Path, trusted: bool) -> Iterator[None]:
     """Turn whatever transformers, or code in `folder`, raises while it makes `what` into one error.
 
     Raises:
@@ -47,8 +47,8 @@ def asking_transformers(what: str, folder: Path, trust_remote_code: bool) -> Ite
             fix = f"another revision of the model, or another release of {error.name.partition('.')[0]}"
         elif isinstance(error, ImportError):
             fix = f"install what is missing, or take {fix}"
-        elif own and not trust_remote_code:
-            fix = "target.trust_remote_code: true in the profile lets the folder's own code run"
+        elif own and not trusted:
+            fix = "target.trust_remote_code in the profile lets the folder's own code run"
         message = " ".join(str(error).split())
         raise RedraftError(
             told,

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from redraft.frame.device import compute_device
 from redraft.frame.errors import RedraftError, some
-from redraft.target.config import aux_layers_of, read_config
+from redraft.target.code import Trust, allows, make_class, own_class
+from redraft.target.config import aux_layers_of, library_class, read_config
 from redraft.target.ends import read_ends
 from redraft.target.folder import weights_folder
-from redraft.target.head import require_ends, require_plain_head
+from redraft.target.head import first_device, require_ends, require_plain_head, weight_of
 from redraft.target.hf import asking_transformers, offline_transformers
 from redraft.target.weights import tensor_files
 
@@ -53,12 +54,21 @@ class Target:
     @property
     def head(self) -> Tensor:
         """Rows of the language model head, [V, H]."""
-        return self.model.get_output_embeddings().weight  # type: ignore[operator]
+        return weight_of(self.model.get_output_embeddings())  # type: ignore[operator]
 
     @property
     def embed(self) -> Tensor:
         """Rows of the token embedding, [V, H]."""
-        return self.model.get_input_embeddings().weight  # type: ignore[operator]
+        return weight_of(self.model.get_input_embeddings())  # type: ignore[operator]
+
+    @property
+    def device(self) -> torch.device:
+        """Where ids are wanted; a target that is spread computes its embedding somewhere else than it lies."""
+        return first_device(self.model)
+
+    def logits(self, final: Tensor) -> Tensor:
+        """Logits [..., V] of states [..., H] after the final norm, wherever the head lies."""
+        return self.model.get_output_embeddings()(final)  # type: ignore[operator]
 
     @contextmanager
     def capture(self, layers: Sequence[int]) -> Iterator[Captured]:
@@ -90,13 +100,31 @@ class Target:
         return torch.cat([captured.inputs[number] for number in self.aux_layers], dim=-1)
 
 
+def model_class(folder: Path, trust_remote_code: Trust = False) -> Any:
+    """The class of the target in `folder`: that of transformers, else the folder's own, if it may run.
+
+    Raises:
+        RedraftError: code of its own that may not run, or that lacks the class.
+    """
+    transformers = offline_transformers()
+    if library := library_class(folder):
+        return getattr(transformers, library)
+    named = own_class(folder, trust_remote_code, "model")
+    if named is None:
+        return transformers.AutoModelForCausalLM
+    from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
+
+    return add_generation_mixin_to_remote_model(make_class(folder, named, "model"))
+
+
 def load_target(
     folder: Path,
     *,
     dtype: str = "bf16",
     aux_layers: tuple[int, ...] | None = None,
-    trust_remote_code: bool = False,
+    trust_remote_code: Trust = False,
     device: str | None = None,
+    device_map: Any = None,
 ) -> Target:
     """Load the target of `folder` for inference, and hold one forward of it against its two ends.
 
@@ -104,8 +132,9 @@ def load_target(
         folder: target folder as the `target` stage writes it.
         dtype: `bf16` or `fp32`.
         aux_layers: inputs of layers; default (2, L//2, L-3).
-        trust_remote_code: let code in the folder run.
+        trust_remote_code: parts whose code in the folder may run, where transformers has none.
         device: a torch device; default `cuda` where there is one.
+        device_map: of Accelerate, in place of a device: `auto` spreads over all GPUs and the machine's memory.
 
     Raises:
         RedraftError: files, configuration or aux layers that cannot be used, weights that the files lack, a head that
@@ -114,12 +143,13 @@ def load_target(
     config = read_config(folder, trust_remote_code)
     layers, weights = aux_layers_of(config, aux_layers), weights_folder(folder)
     tensor_files(weights)  # or transformers could take others than a server
-    with asking_transformers("target", weights, trust_remote_code):
-        transformers = offline_transformers()
-        known = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+    with asking_transformers("target", weights, allows(trust_remote_code, "model")):
         # the folder's own configuration, which identifies it, not a second reading of it beside the weights
-        given = {"config": config, "dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
-        model, report = known.from_pretrained(weights, output_loading_info=True, **given)
+        given = {"config": config, "dtype": DTYPES[dtype]}
+        given |= {"device_map": device_map} if device_map else {}
+        model, report = model_class(folder, trust_remote_code).from_pretrained(
+            weights, output_loading_info=True, **given
+        )
     if report["missing_keys"]:
         raise RedraftError(
             "The files do not hold all of the target's weights.",
@@ -128,9 +158,11 @@ def load_target(
             found="nothing: transformers would fill them with random numbers",
             cause=f"the weights of another model than {type(model).__name__}, which config.json names",
         )
-    model = model.eval().requires_grad_(False).to(device or compute_device())
-    with asking_transformers("forward of 16 tokens", weights, trust_remote_code):
+    model = model.eval().requires_grad_(False)
+    if not device_map:
+        model = model.to(device or compute_device())
+    with asking_transformers("forward of 16 tokens", weights, allows(trust_remote_code, "model")):
         require_plain_head(model)
     target = Target(model, config.get_text_config(), layers)
-    require_ends(target.embed, target.head, target.decoder.norm.weight, read_ends(folder))
+    require_ends(target.embed, target.head, weight_of(target.decoder.norm), read_ends(folder))
     return target

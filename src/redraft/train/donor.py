@@ -61,7 +61,7 @@ def train_donor(
         **params.shape.model_dump(),
     )
     donor = Checkpoint(Drafter.fresh(shape, params.train.seed), vocabulary.mapping, {"source": "train"})
-    manifest = extract_folder(target, parts, profile)
-    states = {split: HiddenStates(manifest, split) for split in parts}
+    manifest = extract_folder(target, parts, profile).manifest
+    states = {split: HiddenStates(manifest, split, parts[split]) for split in parts}
     training = states["train"], states["heldout"], params.train
     return donor, fit(donor, ends, *training, title="train donor", resume=resume, log=log)

@@ -4,17 +4,14 @@ Two measurements that disagree mean a wrong data path; so the diagnostic shard i
 undone, and the one that makes the numbers sane is named.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,9 +19,7 @@ from redraft.drafter.checkpoint import Checkpoint
 from redraft.drafter.model import Drafter
 from redraft.frame.device import compute_device
 from redraft.frame.errors import RedraftError
-from redraft.frame.store import store_root
 from redraft.hidden.rows import Batch
-from redraft.hidden.shards import check_present
 from redraft.target.ends import Ends
 from redraft.train.measure import Heldout, Tally
 from redraft.train.step import greedy_tokens, ttt_step
@@ -49,18 +44,6 @@ class Measured:
     def __str__(self) -> str:
         loss = "undefined" if self.loss is None else f"{self.loss:.3f}"
         return f"loss {loss}, accuracy " + ("undefined" if self.accuracy is None else f"{self.accuracy:.4f}")
-
-
-def read_diagnostic(manifest: Path) -> dict[str, Tensor]:
-    """The diagnostic shard that `manifest` names, T tokens: see `redraft.hidden.extract`.
-
-    Raises:
-        RedraftError: it is not in the store.
-    """
-    record = json.loads(manifest.read_text())
-    path = store_root() / record["fingerprint"] / record["diagnostic"]["file"]
-    check_present(path, record["diagnostic"]["bytes"])
-    return load_file(path)
 
 
 def suspicion(start: Heldout, slots: int, init: str, donor_accuracy: float | None) -> str | None:
@@ -123,8 +106,12 @@ def alternatives(
 ) -> Iterator[tuple[str, Measured]]:
     """Measure the diagnostic shard as it is (`as it is`), then with each known fault undone.
 
+    Nothing where an engine gave no final states: most faults could not be told from one another.
+
     The checkpoint's own drafter stays where it is: on a GPU a copy is measured, and gone afterwards.
     """
+    if "final" not in shard:
+        return
     device = compute_device()
     drafter = checkpoint.drafter if device.type == "cpu" else deepcopy(checkpoint.drafter).to(device)
     ids = checkpoint.mapping.ids
@@ -167,6 +154,8 @@ def alternatives(
 
 def diagnose(found: dict[str, Measured]) -> str | None:
     """The alternative that explains the fault: the best accuracy, at least `LEAST_GAIN` times as good, at less loss."""
+    if not found:
+        return None
     known = {name: (each.accuracy or 0.0, math.inf if each.loss is None else each.loss) for name, each in found.items()}
     name, best = max(known.items(), key=lambda item: (item[1][0], -item[1][1]))
     accuracy, loss = known["as it is"]
@@ -203,7 +192,12 @@ def check(
         "The numbers before the first step cannot be right.",
         where=f"held-out documents, init: {init}",
         found=wrong,
-        cause=cause or "none of the faults tried explains it: a drafter or an embedding of another target is left",
+        cause=cause
+        or (
+            "none of the faults tried explains it: a drafter or an embedding of another target is left"
+            if found
+            else "not tried: the engine that the states came from gives no final states"
+        ),
         fix="mend the data path; gate: warn in params.yaml trains all the same. Tried on the diagnostic shard: "
         + table,
     )

@@ -78,7 +78,7 @@ def identity(
         "params": {**params.model_dump(exclude={"save_steps"}), "precision": resolve(params.precision)},
         "mapping": checkpoint.mapping.hash,
         "initial": weights_hash(checkpoint.drafter.state_dict()),
-        "hidden": train.manifest["fingerprint"],
+        "hidden": train.fingerprint,
         "processes": accelerator.num_processes,
         "distributed": str(accelerator.distributed_type.value),
         "device": accelerator.device.type,
