@@ -39,7 +39,7 @@ from redraft.drafter.checkpoint import read_checkpoint, weights_sha256, write_ch
 from redraft.frame.errors import RedraftError
 from redraft.preflight.export import for_release
 from redraft.preflight.lint import lint
-from redraft.preflight.releases import Captured, Release, captured, ids_that_capture
+from redraft.preflight.releases import Captured, Release, able_releases, captured, ids_that_capture
 from redraft.target.ends import target_hash
 
 
@@ -176,6 +176,16 @@ def test_a_refusal_names_the_releases_that_can(
 ) -> None:
     with pytest.raises(RedraftError, match=able):
         ids_that_capture(layers, LAYERS, FIRST[0], Release.parse(version))
+
+
+def test_both_conventions_of_kimi_k2_are_served() -> None:
+    """(2, 30, 58) by every release with hooks, (3, 31, 59) by all that heed ids in CUDA graphs."""
+    kimi = "KimiK25ForConditionalGeneration"
+    assert able_releases((2, 30, 58), 61, kimi) == "0.5.10 to 0.5.23"
+    assert able_releases((3, 31, 59), 61, kimi) == "0.5.11 to 0.5.23"
+    assert ids_that_capture((3, 31, 59), 61, kimi, Release.parse("0.5.12")) == [2, 30, 58]
+    assert ids_that_capture((3, 31, 59), 61, kimi, Release.parse(NEW)) == [3, 31, 59]
+    assert able_releases((3, 31, 61), 61, kimi) is None
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek"])

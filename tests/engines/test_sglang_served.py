@@ -99,13 +99,8 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 @pytest.fixture(scope="module")
-def llama_high(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """A drafter of the layers one higher than usual: files name them by the ids of this family (A12)."""
-    return Served(make_project(tmp_path_factory.mktemp("llama"), python=str(PYTHON), aux_layers=(3, 5, 6)))
-
-
-@pytest.fixture(scope="module")
 def deepseek_high(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A drafter of the layers one higher than usual, which its files name by the ids of this family (A12)."""
     folder = tmp_path_factory.mktemp("deepseek")
     return Served(make_project(folder, deepseek_config(), str(PYTHON), (3, 5, 6), **DEEPSEEK))
 
@@ -134,7 +129,7 @@ def smollm(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served(folder)
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek", "smollm", "llama_high", "deepseek_high"])
+@pytest.mark.parametrize("family", ["llama", "deepseek", "smollm", "deepseek_high"])
 def test_a_chain_is_served_as_it_is_computed(family: str, request: pytest.FixtureRequest) -> None:
     """In float32 the same verify steps and accepted drafts, prompt by prompt, and the target's own output."""
     served: Served = request.getfixturevalue(family)
