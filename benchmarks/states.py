@@ -12,7 +12,6 @@ Intervals are 95 %, of documents and of seeds: differences to bf16, states are p
 import argparse
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -23,8 +22,9 @@ from redraft.engines.open import load_models
 from redraft.engines.prompts import held_out
 from redraft.frame.params import load_config
 from redraft.frame.progress import progress
-from redraft.hidden.formats import packed, scored_positions, token_bytes, unpacked
-from redraft.hidden.rows import Batch, HiddenStates
+from redraft.hidden.formats import packed, scored_positions, unpacked
+from redraft.hidden.rows import Batch, HiddenStates, read_manifest
+from redraft.hidden.sizes import token_bytes
 from redraft.probe.parity import counts
 from redraft.probe.replay import Replay
 from redraft.target.ends import Ends, read_ends
@@ -33,7 +33,8 @@ from redraft.train.measure import Tally
 from redraft.train.step import TTTModule
 from redraft.train.walk import walk
 
-TARGET, MANIFEST = Path("artifacts/target"), Path("artifacts/hidden/manifest.json")
+ARTIFACTS = Path("artifacts")
+TARGET = ARTIFACTS / "target"
 WAYS = [("bf16", "states"), ("bf16", "scored"), ("bf16", "top64"), ("fp8", "states"), ("fp8", "top64")]
 BASE = WAYS[0]
 KIMI_HIDDEN = 7168
@@ -41,12 +42,12 @@ FIGURES = ("loss", "accuracy", "joint", "predicted", "served")
 
 
 class Kept:
-    """Documents as `HiddenStates` gives them, after they were kept in another way; in memory."""
+    """`HiddenStates` whose documents were kept in another way; in memory."""
 
     def __init__(self, states: HiddenStates, way: tuple[str, str], head: torch.Tensor) -> None:
-        self.manifest = {"fingerprint": "-".join(way)}
-        self.documents, self.tokens, self.bytes, self.scored = [], states.tokens, 0, 0
-        self._read = []
+        self.fingerprint = f"{states.fingerprint}-{'-'.join(way)}"
+        self.tokens, self.length, self.sample, self.mask = states.tokens, states.length, states.sample, states.mask
+        self.bytes, self.scored, self._read = 0, 0, []
         for index in progress(range(len(states)), " ".join(way), "document"):
             document = states.read(index)
             asked, mask = scored_positions(document["loss_mask"]), document.pop("loss_mask")
@@ -54,18 +55,13 @@ class Kept:
             self.bytes += sum(t.nbytes for name, t in tensors.items() if name not in ("input_ids", "greedy"))
             self.scored += int(asked.sum())
             self._read.append({**unpacked(tensors, mask), "loss_mask": mask})
-            self.documents.append(SimpleNamespace(sample=states.documents[index].sample))
 
     def __len__(self) -> int:
         return len(self._read)
 
-    def length(self, index: int) -> int:
-        """Tokens of a document."""
-        return len(self._read[index]["input_ids"])
-
-    def read(self, index: int, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+    def read(self, index: int) -> dict[str, torch.Tensor]:
         """As `HiddenStates.read`."""
-        return {name: self._read[index][name] for name in names} if names else self._read[index]
+        return self._read[index]
 
 
 @torch.no_grad()
@@ -114,7 +110,12 @@ class Bench:
     def __init__(self, folder: Path, seeds: int) -> None:
         self.folder, self.seeds, self.config = folder, seeds, load_config()
         self.ends, self.steps = read_ends(TARGET), self.config.fit().ttt_steps
-        self.states = {split: HiddenStates(MANIFEST, split) for split in ("train", "heldout")}
+        manifest = read_manifest(ARTIFACTS / "hidden/manifest.json")
+        if (manifest["format"], manifest["law"]) != BASE:
+            raise SystemExit("extract.format and extract.law of the project must be bf16 and states")
+        self.layers: list[int] = manifest["aux_layers"]
+        corpora = {split: read_corpus(ARTIFACTS / f"corpus/{split}.safetensors") for split in ("train", "heldout")}
+        self.states = {split: HiddenStates(manifest, split, corpus) for split, corpus in corpora.items()}
         self.whole = self.keep("heldout", BASE)
 
     def keep(self, split: str, way: tuple[str, str]) -> Kept:
@@ -132,17 +133,17 @@ class Bench:
             path = self.drafter(way, seed)
             if path.exists():
                 continue
-            draft = read_checkpoint(Path("artifacts/initial"))
+            draft = read_checkpoint(ARTIFACTS / "initial")
             params = self.config.fit().model_copy(update={"seed": seed})
             fitted = fit(draft, self.ends, *kept.values(), params, title=f"states-{path.name}", resume="never")
             fitted.state.discard()
             draft.record["heldout"] = fitted.heldout.metrics()
-            write_checkpoint(path, draft, tuple(self.states["train"].manifest["aux_layers"]))
+            write_checkpoint(path, draft, tuple(self.layers), TARGET)
         share, tokens = sum(each.scored for each in kept.values()), sum(each.tokens for each in kept.values())
-        start = read_checkpoint(Path("artifacts/initial"))
+        start = read_checkpoint(ARTIFACTS / "initial")
         return {
             "bytes": sum(each.bytes for each in kept.values()) / tokens,
-            "kimi": token_bytes(KIMI_HIDDEN, 3, *way, share / tokens),
+            "kimi": token_bytes(KIMI_HIDDEN, len(self.layers), *way, share / tokens),
             "scored": share / tokens,
             "first": estimate(by_document(start, self.ends, kept["heldout"], self.steps)["loss"]),
         }
@@ -168,7 +169,7 @@ class Bench:
         """
         probe, drafts = self.config.profile.probe, self.config.params.spec_steps
         models = load_models(self.config, TARGET, self.drafter(BASE, 0), "fp32")
-        corpus, path = read_corpus(Path("artifacts/corpus/heldout.safetensors")), self.folder / "answers.json"
+        corpus, path = self.states["heldout"].corpus, self.folder / "answers.json"
         prompts = held_out(corpus, len(corpus), "states")
         if not path.exists():
             engine = models.engines([drafts])[drafts]
