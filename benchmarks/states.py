@@ -111,7 +111,7 @@ class Bench:
         self.folder, self.seeds, self.config = folder, seeds, load_config()
         self.ends, self.steps = read_ends(TARGET), self.config.fit().ttt_steps
         manifest = read_manifest(ARTIFACTS / "hidden/manifest.json")
-        if (manifest["format"], manifest["law"]) != BASE:
+        if (manifest["kept"], manifest["law"]) != BASE:
             raise SystemExit("extract.format and extract.law of the project must be bf16 and states")
         self.layers: list[int] = manifest["aux_layers"]
         corpora = {split: read_corpus(ARTIFACTS / f"corpus/{split}.safetensors") for split in ("train", "heldout")}
