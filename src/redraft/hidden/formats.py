@@ -46,13 +46,13 @@ def scored_positions(loss_mask: Tensor) -> Tensor:
 
 
 def top_logits(final: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logits of each token, where `final` lies: ids int32 [T, 64] and logits [T, 64], largest first.
+    """The largest logits of each token, ids int32 [T, 64] and logits [T, 64], largest first, on the device of both.
 
     Args:
         final: [T, H], after the target's final norm.
-        head: [V, H].
+        head: [V, H]; computed in its dtype.
     """
-    found = [(part @ head.T).topk(min(TOP, len(head))) for part in final.split(PART)]
+    found = [(part.to(head) @ head.T).topk(min(TOP, len(head))) for part in final.split(PART)]
     return torch.cat([each.indices for each in found]).int(), torch.cat([each.values for each in found])
 
 
@@ -102,7 +102,7 @@ def packed(
 def _top(states: dict[str, Tensor], head: Tensor | None) -> dict[str, Tensor]:
     if "final" in states:
         assert head is not None
-        ids, logits = top_logits(states["final"], head.to(states["final"]))
+        ids, logits = top_logits(states["final"], head)
     else:
         ids, logits = states["top_ids"][:, :TOP].int(), states["top_logits"][:, :TOP]
     missed = (ids != states["greedy"][:, None]).all(1)

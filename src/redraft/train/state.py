@@ -62,6 +62,7 @@ class Progress:
 
 CODE = (
     "drafter/model.py",
+    "hidden/formats.py",
     "hidden/rows.py",
     *(f"train/{name}.py" for name in ("attention", "batches", "loop", "measure", "step", "update")),
 )
