@@ -546,7 +546,7 @@ def stage(folder: Path, target: Path, place: Path, monkeypatch: pytest.MonkeyPat
     params = DonorParams(source=str(folder), **donor)
     profile = SimpleNamespace(donor=params, target=SimpleNamespace(trust_remote_code=False, aux_layers=None))
     body = importlib.import_module("donor").main
-    metrics = body(SimpleNamespace(profile=profile, params=SimpleNamespace(resume="auto"))).metrics
+    metrics = body(SimpleNamespace(profile=profile, params=SimpleNamespace(resume="auto", profile="tiny"))).metrics
     assert read_checkpoint(place / "artifacts/donor").mapping
     return metrics
 
