@@ -553,7 +553,7 @@ def stage(
     params = DonorParams(source=str(folder), **donor)
     profile = SimpleNamespace(donor=params, target=SimpleNamespace(trust_remote_code=False, aux_layers=layers))
     body = importlib.import_module("donor").main
-    metrics = body(SimpleNamespace(profile=profile, params=SimpleNamespace(resume="auto"))).metrics
+    metrics = body(SimpleNamespace(profile=profile, params=SimpleNamespace(resume="auto", profile="tiny"))).metrics
     assert read_checkpoint(place / "artifacts/donor").mapping
     return metrics
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -258,6 +259,14 @@ def test_packed_weights_are_counted_as_they_are_unpacked(tmp_path: Path, monkeyp
     monkeypatch.setattr("redraft.preflight.look._memory", lambda: (8 * 141 * 10**9,) * 2)
     with pytest.raises(RedraftError, match=r"2,05\d\.\d GB of weights in this process, unpacked to bf16"):
         require_memory(tmp_path, 595 * 10**9, config_of(tmp_path, extract="transformers"))
+
+
+@pytest.mark.skipif(find_spec("compressed_tensors") is not None, reason="the package is here")
+def test_a_package_for_quantised_weights_is_asked_for_only_where_they_are_loaded(model: Path, tmp_path: Path) -> None:
+    edit("config.json", quantization_config={"quant_method": "compressed-tensors", "config_groups": {}})(model)
+    with pytest.raises(RedraftError, match=r"(?s)quantised weights.*compressed"):
+        look(model, {}, config_of(tmp_path, extract="transformers"))
+    look(model, {}, config_of(tmp_path))
 
 
 # what the hub does not give

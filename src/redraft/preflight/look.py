@@ -191,7 +191,8 @@ def _require_quantiser(folder: Path, described: Any) -> list[str]:
     Raises:
         RedraftError: a package is missing.
     """
-    quantised = getattr(described, "quantization_config", None)
+    parts = (described, described.get_text_config())
+    quantised = next((found for part in parts if (found := getattr(part, "quantization_config", None))), None)
     if quantised is None:
         return []
     offline_transformers()
