@@ -287,7 +287,7 @@ def _spoilt(held: dict[str, Any], **changes: Any) -> bytes:
 
 SPOILT: dict[str, tuple[Callable[[bytes, dict[str, Any]], bytes], str]] = {
     "code": (lambda _, held: _spoilt(held, more=_Evil()), "other things than tensors"),
-    "a plain pickle": (lambda _, held: pickle.dumps(_Evil()), "cannot be read"),
+    "a plain pickle": (lambda _, held: pickle.dumps(_Evil(), 2), "cannot be read"),
     "cut": (lambda raw, _: raw[: len(raw) // 2], "cannot be read"),
     "cut at the end": (lambda raw, _: raw[:-10], "cannot be read"),
     "empty": (lambda raw, _: b"", "cannot be read"),
