@@ -60,7 +60,7 @@ def main(
     documents = [part.document(index)[0] for index in range(len(part))]
     tokens = sum(map(len, documents))
     opening = Opening({"name": "benchmark"}, lambda layers: nullcontext(InProcess(target, params.batch_tokens)))
-    source = Source(opening, "benchmark", target.head, target.aux_layers, len(target.decoder.layers))
+    source = Source(opening, opening, "benchmark", target.head, target.aux_layers, len(target.decoder.layers))
     times: dict[str, list[float]] = {"plain forward": [], "extraction": []}
     for _ in range(REPEATS):
         times["plain forward"].append(plain(target, documents, params.batch_tokens))

@@ -1,4 +1,4 @@
-"""Make the shipped corpora anew: `python data/make.py smollm` (or `tiny`), from the project's root.
+"""Make the shipped corpora anew: `python data/make.py smollm` (or `tiny`, `kimi-tiny`), from the project's root.
 
 The target answers every turn, greedily, as token ids. What would be trained on in part only is left out and counted:
 chats with an answer that reached the limit of tokens, or longer than a sample of the profile.
@@ -16,7 +16,7 @@ from redraft.corpus.samples import given_turns
 from redraft.frame.profile import load_profile
 from redraft.target.sources import make_target
 
-LIMIT = {"smollm": 160, "tiny": 64}
+LIMIT = {"smollm": 160, "tiny": 64, "kimi-tiny": 80}
 """Tokens of an answer."""
 
 

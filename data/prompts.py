@@ -259,8 +259,12 @@ def again(forms: dict[str, str]) -> dict[str, str]:
     return {form: line for form, line in found.items() if line}
 
 
+TINY = ("tiny", "kimi-tiny")
+"""Profiles whose target is fitted to the generated world of `redraft.target.tiny`."""
+
+
 def tiny() -> dict[str, list[tuple[str, str]]]:
-    """Questions of the generated world of `redraft.target.tiny`; every fourth question on tools is held out."""
+    """Questions of that world; every fourth question on tools is held out."""
     from redraft.target.tiny import chats
 
     tools = [question for question, _ in chats("tools")]
@@ -274,9 +278,7 @@ def tiny() -> dict[str, list[tuple[str, str]]]:
 def rows(profile: str) -> dict[str, list[dict[str, Any]]]:
     """Rows to answer, by split."""
     corpora = (
-        tiny()
-        if profile == "tiny"
-        else {name: compose(forms) + compose(again(forms)) for name, forms in CORPORA.items()}
+        tiny() if profile in TINY else {name: compose(forms) + compose(again(forms)) for name, forms in CORPORA.items()}
     )
     both = topics(HELDOUT) & topics(COMPUTING)
     assert not both, f"held-out topics that are trained on: {both}"
@@ -284,7 +286,7 @@ def rows(profile: str) -> dict[str, list[dict[str, Any]]]:
     for name, prompts in corpora.items():
         assert len(set(prompts)) == len(prompts), name
         messages = [
-            [{"role": "user", "content": prompt}] if profile == "tiny" else chat(number, prompt)
+            [{"role": "user", "content": prompt}] if profile in TINY else chat(number, prompt)
             for number, (_, prompt) in enumerate(prompts)
         ]
         found[name] = [

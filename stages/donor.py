@@ -5,7 +5,6 @@ from pathlib import Path
 from redraft.corpus.corpus import read_corpus
 from redraft.corpus.tokenizer import differing_ids, load_tokenizer
 from redraft.drafter.checkpoint import read_donor, write_checkpoint
-from redraft.drafter.config import exported_layer_ids
 from redraft.frame.curves import write_curve
 from redraft.frame.params import Config
 from redraft.frame.stage import Result, log, run
@@ -28,7 +27,6 @@ def main(config: Config) -> Result:
     own = checkout(params.tokenizer, None, (), lock=lock) if params.tokenizer else None
     described = read_config(TARGET, target.trust_remote_code)
     aux_layers = aux_layers_of(described, target.aux_layers)
-    exported_layer_ids(aux_layers)
     if source is not None:
         ends = read_ends(TARGET)
         donor = read_donor(
@@ -39,13 +37,14 @@ def main(config: Config) -> Result:
             target_embed=ends.embed,
             embedding=params.embedding,
             prefix=params.prefix_vocabulary,
+            named=target.aux_layers is not None,
         )
         _, commit = snapshot_of(source) or (None, None)
         donor.record = {"source": params.source, "head": params.head, **({"commit": commit} if commit else {})}
         if own is not None:
             tokenizers = (load_tokenizer(folder, target.trust_remote_code) for folder in (own, TARGET))
             donor.record["foreign"] = differing_ids(*tokenizers)
-        write_checkpoint(OUT, donor, aux_layers)
+        write_checkpoint(OUT, donor, aux_layers, TARGET)
         write_curve(Path("plots/donor.csv"), [])
         foreign = len(donor.foreign) if own is not None else None  # None: nothing was compared
         figures = {"slots": len(donor.mapping), "order": donor.mapping.order, "foreign_ids": foreign}
@@ -53,7 +52,7 @@ def main(config: Config) -> Result:
         return Result({"source": name, **figures})
     corpus = read_corpus(Path("artifacts/corpus/donor.safetensors"))
     donor, fitted = train_donor(TARGET, corpus, config.profile, resume=config.params.resume, log=log)
-    write_checkpoint(OUT, donor, aux_layers)
+    write_checkpoint(OUT, donor, aux_layers, TARGET)
     fitted.state.discard()
     write_curve(Path("plots/donor.csv"), fitted.curve)
     heldout = fitted.heldout.metrics()

@@ -36,7 +36,7 @@ def main(config: Config) -> Result:
 
     def check(start: Heldout) -> None:
         with tempfile.TemporaryDirectory() as scratch:  # a drafter that cannot be written is told now
-            write_checkpoint(Path(scratch) / "drafter", drafter, layers)
+            write_checkpoint(Path(scratch) / "drafter", drafter, layers, TARGET)
         shard = read_diagnostic(manifest, corpora["heldout"])
         accuracy = drafter.record.get("donor_accuracy")
         gate.check(
@@ -53,7 +53,7 @@ def main(config: Config) -> Result:
     told = {"loss": "loss_0", "accuracy": "accuracy_0", "predicted_accept_length": "accept_length"}
     drafter.record |= {"training": params.model_dump(mode="json"), "hidden": states["train"].fingerprint}
     drafter.record |= {"target": identity["target"], "steps": fitted.kept, "heldout": heldout}
-    write_checkpoint(Path("artifacts/drafter"), drafter, layers)
+    write_checkpoint(Path("artifacts/drafter"), drafter, layers, TARGET)
     write_curve(Path("plots/train.csv"), fitted.curve)
     write_curve(Path("plots/heldout.csv"), fitted.evaluations)
     fitted.state.discard()

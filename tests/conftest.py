@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from redraft.corpus.corpus import Corpus, write_corpus
-from redraft.drafter.checkpoint import Checkpoint
+from redraft.drafter.checkpoint import Checkpoint, write_checkpoint
 from redraft.drafter.model import Drafter, DrafterConfig
 from redraft.frame.profile import ExtractParams
 from redraft.hidden.engine import Opening, Source
@@ -32,6 +32,8 @@ from redraft.vocab.mapping import Mapping
 ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)
 VOCAB, HIDDEN, LAYERS, SLOTS = 96, 32, 8, 24
+DONOR_SLOTS = 300
+"""Of `donor_folder`."""
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -123,12 +125,43 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def donor_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """A drafter of the fitted target's shape."""
+    fields = json.loads((tiny_folder / "config.json").read_text())
+    config = DrafterConfig(
+        hidden_size=fields["hidden_size"],
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=fields["vocab_size"],
+        draft_vocab_size=DONOR_SLOTS,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_position_embeddings=512,
+    )
+    folder = tmp_path_factory.mktemp("donor") / "drafter"
+    drafter = Drafter.fresh(config, 0)
+    write_checkpoint(
+        folder, Checkpoint(drafter, Mapping(np.arange(0, 2 * DONOR_SLOTS, 2), config.vocab_size)), (2, 4, 5)
+    )
+    (folder / "redraft.json").unlink()  # as somebody else's
+    return folder
+
+
+@pytest.fixture(scope="session")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project whose stages up to train are done, for a target like profile `tiny`'s and the engine `sglang`."""
     return make_project(tmp_path_factory.mktemp("project"))
 
 
-def make_project(folder: Path, config: object = None, python: str = sys.executable, **fields: object) -> Path:
+def make_project(
+    folder: Path,
+    config: object = None,
+    python: str = sys.executable,
+    aux_layers: tuple[int, ...] = (2, 4, 5),
+    **fields: object,
+) -> Path:
     """A target (by default a Llama whose layers differ much), a drafter of it, prompts, and a profile named `tiny`.
 
     `fields` are added to the target's config.json.
@@ -136,7 +169,6 @@ def make_project(folder: Path, config: object = None, python: str = sys.executab
     from redraft.corpus.build import tokenize_file
     from redraft.corpus.corpus import write_corpus
     from redraft.corpus.tokenizer import load_tokenizer
-    from redraft.drafter.checkpoint import write_checkpoint
     from redraft.frame.profile import Profile
     from redraft.frame.section import load_yaml
     from redraft.target.tiny import fit_tiny, tiny_llama
@@ -145,6 +177,7 @@ def make_project(folder: Path, config: object = None, python: str = sys.executab
     text = (ROOT / "profiles/tiny.yaml").read_text().replace(".engines/sglang/bin/python", python)
     text = text.replace("slots: 400", "slots: 200").replace("force_bytes: true", "force_bytes: false")
     text = text.replace("epochs: 6", "epochs: 40")
+    text = text.replace("source: fit:tiny", f"source: fit:tiny\n  aux_layers: {list(aux_layers)}")
     artifacts = folder / "artifacts"
     fit_tiny(artifacts / "target", config=config or tiny_llama(initializer_range=0.2))
     path = artifacts / "target/config.json"
@@ -159,7 +192,7 @@ def make_project(folder: Path, config: object = None, python: str = sys.executab
         patch.setenv("REDRAFT_STORE", str(folder / ".store"))
         drafter, _ = train_donor(artifacts / "target", corpus, profile)
     for name in ("drafter", "donor"):
-        write_checkpoint(artifacts / name, drafter, (2, 4, 5))
+        write_checkpoint(artifacts / name, drafter, aux_layers, artifacts / "target")
     (folder / "stages").symlink_to(ROOT / "stages")
     (folder / "profiles").mkdir()
     (folder / "profiles/tiny.yaml").write_text(text)
@@ -205,7 +238,7 @@ def source_of(target: Target, identity: str = "x", batch_tokens: int = 40) -> So
         {"name": "transformers", "release": "the tests'", "dtype": str(target.head.dtype)},
         lambda layers: nullcontext(InProcess(target, batch_tokens)),
     )
-    return Source(opening, identity, target.head, target.aux_layers, len(target.decoder.layers))
+    return Source(opening, opening, identity, target.head, target.aux_layers, len(target.decoder.layers))
 
 
 def extracted(target: Target, corpora: dict[str, Corpus], params: ExtractParams, identity: str = "x") -> Manifest:

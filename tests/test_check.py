@@ -7,45 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import DONOR_SLOTS as SLOTS
 from kimi.folder import kimi_folder
 from ruamel.yaml import YAML
 
 from redraft.cli import main
-from redraft.drafter.checkpoint import Checkpoint, write_checkpoint
-from redraft.drafter.model import Drafter, DrafterConfig
 from redraft.frame.advice import rerun
 from redraft.frame.errors import RedraftError
 from redraft.frame.params import load_config
 from redraft.preflight.check import check
-from redraft.vocab.mapping import Mapping
 
 ROOT = Path(__file__).parent.parent
-SLOTS = 300
-
-
-@pytest.fixture(scope="session")
-def donor_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
-    """A drafter of the fitted target's shape."""
-    import numpy as np
-
-    fields = json.loads((tiny_folder / "config.json").read_text())
-    config = DrafterConfig(
-        hidden_size=fields["hidden_size"],
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=fields["vocab_size"],
-        draft_vocab_size=SLOTS,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        max_position_embeddings=512,
-    )
-    folder = tmp_path_factory.mktemp("donor") / "drafter"
-    drafter = Drafter.fresh(config, 0)
-    write_checkpoint(folder, Checkpoint(drafter, Mapping(np.arange(0, 2 * SLOTS, 2), config.vocab_size)), (2, 4, 5))
-    (folder / "redraft.json").unlink()  # as somebody else's
-    return folder
 
 
 @pytest.fixture
@@ -162,6 +134,22 @@ def test_a_tokenizer_of_the_same_size_is_compared_or_said_not_to_be(mine: Path, 
     path.write_text(json.dumps(fields))
     found = check(load_config(profile="mine"), mine, deep=True)
     assert "tokenizer: 2 ids mean another token to the donor" in found.lines
+
+
+def test_other_layers_are_told_and_no_fault(mine: Path) -> None:
+    def notes(*layers: int) -> str:
+        edit(mine, target__aux_layers=list(layers))
+        found = check(load_config(profile="mine"), mine)
+        assert found.faults == []
+        return "\n".join(found.notes)
+
+    assert "SGLang" not in notes(2, 4, 5)
+    assert "taken to be trained on [3, 5, 6]" in notes(3, 5, 6)
+    assert "SGLang" not in notes(3, 5, 6)
+    config = mine / "models/target/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["DeepseekV3ForCausalLM"]}))
+    assert "SGLang 0.5.11 to 0.5.12 alone captures" in notes(1, 3, 4)
+    assert "SGLang" not in notes(3, 5, 6)
 
 
 def test_keys_without_effect_are_told(mine: Path) -> None:

@@ -360,7 +360,7 @@ def test_c64_a_donor_of_a_llama_target_names_outputs(
     with_ids(folder, [2, 4, 5])
     config = read_config(llama_target).get_text_config()
     config.architectures = [name]
-    with pytest.raises(RedraftError, match=r"\(3, 5, 6\)[\s\S]*\[1, 3, 4\]"):
+    with pytest.raises(RedraftError, match=r"\(3, 5, 6\)[\s\S]*aux_layers: \[3, 5, 6\][\s\S]*aux_layers: \[2, 4, 5\]"):
         read_donor(folder, config, AUX)
     assert ("error", "layers-shifted") in rules(folder, target, trained=AUX)
     read_donor(edit(folder, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}), config, AUX)
@@ -536,15 +536,22 @@ def test_a_config_of_transformers_without_architectures_is_read_like_a_llama(fol
 # --- the stage
 
 
-def stage(folder: Path, target: Path, place: Path, monkeypatch: pytest.MonkeyPatch, **donor: object) -> dict[str, Any]:
-    """The metrics of the donor stage for a drafter in `folder`."""
+def stage(
+    folder: Path,
+    target: Path,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layers: tuple[int, ...] | None = None,
+    **donor: object,
+) -> dict[str, Any]:
+    """The metrics of the donor stage for a drafter in `folder`, with `target.aux_layers`."""
     place.mkdir()
     (place / "artifacts").mkdir()
     (place / "artifacts/target").symlink_to(target)
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "stages")
     params = DonorParams(source=str(folder), **donor)
-    profile = SimpleNamespace(donor=params, target=SimpleNamespace(trust_remote_code=False, aux_layers=None))
+    profile = SimpleNamespace(donor=params, target=SimpleNamespace(trust_remote_code=False, aux_layers=layers))
     body = importlib.import_module("donor").main
     metrics = body(SimpleNamespace(profile=profile, params=SimpleNamespace(resume="auto"))).metrics
     assert read_checkpoint(place / "artifacts/donor").mapping
@@ -583,3 +590,74 @@ def test_the_stage_refuses_what_the_profile_does_not_allow(
     assert not (tmp_path / "c/artifacts/donor").exists()
     stage(folder, llama_target, tmp_path / "d", monkeypatch, prefix_vocabulary=True, embedding="target")
     assert "3 of 96 rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "layers", "written", "told"),
+    [
+        ("LlamaForCausalLM", [2, 4, 5], (3, 5, 6), [2, 4, 5], False),  # its ids say so
+        ("DeepseekV3ForCausalLM", [3, 5, 6], (3, 5, 6), [3, 5, 6], False),
+        ("DeepseekV3ForCausalLM", [2, 4, 5], (3, 5, 6), [3, 5, 6], True),  # the ids of Kimi-K2's donor, as outputs
+        ("LlamaForCausalLM", [2, 4, 5], (2, 4, 5), [1, 3, 4], True),
+        ("DeepseekV3ForCausalLM", [2, 4, 5], (1, 3, 4), None, True),  # no release captures these: an export says so
+        ("DeepseekV3ForCausalLM", [2, 4, 5], (2, 4, 5), [1, 3, 4], False),
+    ],
+)
+def test_a_donor_of_the_other_convention_is_used_where_the_profile_names_the_layers(
+    name: str,
+    ids: list[int],
+    layers: tuple[int, ...],
+    written: list[int] | None,
+    told: bool,
+    folder: Path,
+    llama_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A12: the donor stage refused layers that do not start with 2, and the other reading of a donor's ids."""
+    target = family(tmp_path, llama_target, name)
+    stage(with_ids(folder, ids), target, tmp_path / "a", monkeypatch, layers)
+    out = tmp_path / "a/artifacts/donor"
+    part = json.loads((out / "config.json").read_text())["eagle_config"]
+    assert part.get("eagle_aux_hidden_state_layer_ids") == written
+    assert read_checkpoint(out).record["aux_layers"] == list(layers)
+    assert (f"taken to be trained on {list(layers)}" in capsys.readouterr().out) == told
+    if written:
+        assert not [rule for _, rule in rules(out, target) if rule.startswith("layers")]
+
+
+def test_layers_that_are_no_reading_of_the_ids_are_refused(
+    folder: Path, llama_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_ids(folder, [2, 5, 6])
+    for number, layers in enumerate([None, (2, 4, 6), (3, 4, 5), (4, 6, 7)]):
+        with pytest.raises(RedraftError, match="other layers"):
+            stage(folder, llama_target, tmp_path / str(number), monkeypatch, layers)
+
+
+def test_what_redraft_recorded_is_asked_before_the_ids(folder: Path, llama_target: Path) -> None:
+    """Files without ids, since none were known to mean these layers, are no donor of other layers."""
+    config = read_config(llama_target)
+    write_checkpoint(folder, some_checkpoint(), (3, 5, 6))
+    assert read_donor(folder, config, (3, 5, 6)).record["aux_layers"] == [3, 5, 6]
+    with pytest.raises(RedraftError, match=r"redraft\.json[\s\S]*\(3, 5, 6\)"):
+        read_donor(folder, config, AUX)
+    told: list[str] = []
+    read_donor(folder, config, AUX, named=True, tell=told.append)
+    assert "remap.json" in told[0]
+
+
+@pytest.mark.parametrize(("name", "ids"), [(None, None), ("DeepseekV3ForCausalLM", [3, 5, 6])])
+def test_a_remap_takes_the_other_reading_from_its_caller(
+    name: str | None, ids: list[int] | None, folder: Path, llama_target: Path, tmp_path: Path
+) -> None:
+    target = family(tmp_path, llama_target, name) if name else None
+    told: list[str] = []
+    given = {"aux_layers": (3, 5, 6), "tell": told.append}
+    remap_folder(with_ids(folder, [1, 3, 4]), some_mapping(3), "zero", target, tmp_path / "out", **given)
+    part = json.loads((tmp_path / "out/config.json").read_text())["eagle_config"]
+    assert part.get("eagle_aux_hidden_state_layer_ids") == ids
+    assert json.loads((tmp_path / "out/redraft.json").read_text())["aux_layers"] == [3, 5, 6]
+    assert "names inputs of layers [2, 4, 5]" in told[0]
+    assert ("redraft export" in told[-1]) == (ids is None)

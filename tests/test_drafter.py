@@ -1,6 +1,7 @@
 """Checkpoints and the remap of the head (cases C01, C04, C07, C09, C10, C18, C32, C33)."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from redraft.drafter.checkpoint import (
     write_checkpoint,
     write_parts,
 )
-from redraft.drafter.config import exported_layer_ids
+from redraft.drafter.config import written_ids
 from redraft.drafter.model import Drafter
 from redraft.drafter.parts import FLOATS
 from redraft.frame.errors import RedraftError
@@ -92,10 +93,31 @@ def test_the_same_drafter_gives_the_same_bytes(folder: Path, tmp_path: Path) -> 
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
 
 
-def test_aux_layers_that_releases_read_differently_are_refused() -> None:
-    assert exported_layer_ids((2, 30, 58)) == [1, 29, 57]
-    with pytest.raises(RedraftError, match="releases"):
-        exported_layer_ids((3, 30, 58))
+@pytest.mark.parametrize(
+    ("architecture", "layers", "ids"),
+    [
+        (None, (2, 4, 5), [1, 3, 4]),
+        (None, (3, 5, 6), None),
+        ("DeepseekV3ForCausalLM", (2, 4, 5), [1, 3, 4]),
+        ("DeepseekV3ForCausalLM", (3, 5, 6), [3, 5, 6]),
+        ("DeepseekV3ForCausalLM", (1, 4, 5), None),  # a first id of 1 stands for layer 2, and 0 for layer 0
+        ("LlamaForCausalLM", (3, 5, 6), [2, 4, 5]),
+        ("LlamaForCausalLM", (0, 4, 5), None),  # no output of a layer
+    ],
+)
+def test_ids_are_written_where_it_is_known_what_they_mean(
+    architecture: str | None, layers: tuple[int, ...], ids: list[int] | None, llama_folder: Path, tmp_path: Path
+) -> None:
+    target = None
+    if architecture:
+        target = Path(shutil.copytree(llama_folder, tmp_path / "target"))
+        edit_config = json.loads((target / "config.json").read_text())
+        (target / "config.json").write_text(json.dumps({**edit_config, "architectures": [architecture]}))
+    assert written_ids(layers, target) == ids
+    write_checkpoint(tmp_path / "drafter", some_checkpoint(), layers, target)
+    part = json.loads((tmp_path / "drafter/config.json").read_text())["eagle_config"]
+    assert part.get("eagle_aux_hidden_state_layer_ids") == ids
+    assert read_checkpoint(tmp_path / "drafter").record["aux_layers"] == list(layers)
 
 
 def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

@@ -37,8 +37,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from redraft.drafter.checkpoint import read_checkpoint, weights_sha256, write_checkpoint
 from redraft.frame.errors import RedraftError
+from redraft.preflight.export import for_release
 from redraft.preflight.lint import lint
-from redraft.preflight.releases import Captured, Release, captured, ids_that_capture
+from redraft.preflight.releases import Captured, Release, able_releases, captured, ids_that_capture
 from redraft.target.ends import target_hash
 
 
@@ -160,6 +161,59 @@ def test_an_export_captures_what_was_trained(
     assert all(name.split(".")[0] in ("midlayer", "fc", "norm", "lm_head", "d2t", "t2d") for name in
                load_file(out / "model.safetensors"))  # fmt: skip
     assert json.loads((out / "redraft.json").read_text())["aux_layers"] == list(layers)
+
+
+@pytest.mark.parametrize(
+    ("layers", "version", "able"),
+    [
+        ((3, 4, 5), "0.5.9", "serve with 0.5.11 to 0.5.23"),
+        ((1, 4, 5), NEW, "serve with 0.5.11 to 0.5.12"),
+        ((2, 4, 8), NEW, "no release"),
+    ],
+)
+def test_a_refusal_names_the_releases_that_can(
+    layers: tuple[int, ...], version: str, able: str, targets: dict[str, Path]
+) -> None:
+    with pytest.raises(RedraftError, match=able):
+        ids_that_capture(layers, LAYERS, FIRST[0], Release.parse(version))
+
+
+def test_both_conventions_of_kimi_k2_are_served() -> None:
+    """(2, 30, 58) by every release with hooks, (3, 31, 59) by all that heed ids in CUDA graphs."""
+    kimi = "KimiK25ForConditionalGeneration"
+    assert able_releases((2, 30, 58), 61, kimi) == "0.5.10 to 0.5.23"
+    assert able_releases((3, 31, 59), 61, kimi) == "0.5.11 to 0.5.23"
+    assert ids_that_capture((3, 31, 59), 61, kimi, Release.parse("0.5.12")) == [2, 30, 58]
+    assert ids_that_capture((3, 31, 59), 61, kimi, Release.parse(NEW)) == [3, 31, 59]
+    assert able_releases((3, 31, 61), 61, kimi) is None
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
+@pytest.mark.parametrize("version", ["0.5.11", "0.5.12", "0.5.13", NEW])
+def test_a_server_of_any_release_is_given_ids_that_it_reads_right(
+    family: str, version: str, targets: dict[str, Path], tmp_path: Path
+) -> None:
+    """The files name the ids of the newest release; an older server gets its own, and nothing else is changed."""
+    drafter = tmp_path / "drafter"
+    write_checkpoint(drafter, some_checkpoint(), (3, 5, 6), targets[family])
+    given = for_release(drafter, targets[family], version, tmp_path / "served")
+    assert (given == drafter) == (family == "llama" or version in ("0.5.13", NEW))
+    assert [each for each in lint(given, targets[family], version) if each.rule.startswith("layers")] == []
+    assert same_weights(read_checkpoint(given), some_checkpoint())
+    assert weights_sha256(given) == weights_sha256(drafter)
+    assert for_release(drafter, targets[family], version, tmp_path / "served") == given
+
+
+def test_files_that_say_something_else_are_left_to_the_preflight(targets: dict[str, Path], tmp_path: Path) -> None:
+    def given(*faults: Fault) -> Path:
+        write_checkpoint(tmp_path / "drafter", some_checkpoint(), (3, 5, 6), targets["deepseek"])
+        both(*faults)(tmp_path / "drafter")
+        return for_release(tmp_path / "drafter", targets["deepseek"], "0.5.12", tmp_path / "served")
+
+    edited = config(eagle={"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [2, 4, 6]})
+    for faults in ((edited,), (foreign,), (lambda folder: (folder / "config.json").write_text("no"),)):
+        assert given(*faults) == tmp_path / "drafter"
+    assert given() != tmp_path / "drafter"
 
 
 @pytest.mark.parametrize(
@@ -379,6 +433,18 @@ def test_the_card_of_a_drafter_of_which_little_is_known(
     assert "raised" not in text
     assert "accept length" not in text
     assert f"--model-path {targets['llama']}" in text
+
+
+def test_an_export_for_speculators_names_inputs_of_any_layers(
+    targets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "drafter", some_checkpoint(), (3, 5, 6), targets["deepseek"])
+    assert (
+        run(monkeypatch, "export", tmp_path / "drafter", "--target", "some/target", "--output", tmp_path / "out") == 0
+    )
+    fields = json.loads((tmp_path / "out/config.json").read_text())
+    assert fields["eagle_aux_hidden_state_layer_ids"] == [3, 5, 6]
+    assert same_weights(read_checkpoint(tmp_path / "out"), some_checkpoint())
 
 
 def test_export_for_speculators_stays_the_default(

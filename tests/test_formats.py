@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from redraft.frame.errors import RedraftError
-from redraft.hidden.formats import LARGEST, LEAST_SCALE, TOP, packed, scored_positions, token_bytes, unpacked
+from redraft.hidden.formats import LARGEST, LEAST_SCALE, packed, scored_positions, unpacked
 from redraft.hidden.reading import ShardFile
 from redraft.hidden.shards import write_shard
+from redraft.hidden.sizes import TOP, token_bytes
 from redraft.train.step import counted_positions
 
 KEPT, LAWS = ("bf16", "fp8"), ("states", "scored", "top64")

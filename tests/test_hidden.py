@@ -136,7 +136,7 @@ def test_states_of_another_sample_are_caught_and_not_kept(target: Target, store:
     source = source_of(target)
     opening = replace(source.opening, open=lambda layers: nullcontext(Swapping(target, 40)))
     with pytest.raises(RedraftError, match="differs from the same sample in a batch"):
-        extract(replace(source, opening=opening), {"heldout": corpus_of([8, 8, 8], 1)}, PARAMS)
+        extract(replace(source, opening=opening, checker=opening), {"heldout": corpus_of([8, 8, 8], 1)}, PARAMS)
     assert not list(store.rglob("*.safetensors"))
 
 
@@ -157,7 +157,7 @@ def test_an_engine_that_fails_in_silence_is_caught(target: Target, store: Path, 
     opening = replace(source.opening, open=lambda layers: nullcontext(Failing(target, 40)))
     told = {"short": "differ from it in length", "nan": "not finite", "lost": "states of every document"}[fault]
     with pytest.raises(RedraftError, match=told):
-        extract(replace(source, opening=opening), {"heldout": corpus_of([8, 8, 8], 1)}, PARAMS)
+        extract(replace(source, opening=opening, checker=opening), {"heldout": corpus_of([8, 8, 8], 1)}, PARAMS)
 
 
 @given(st.lists(st.integers(1, 50)), st.integers(50, 80))

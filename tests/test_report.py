@@ -189,3 +189,47 @@ def test_the_stage_names_no_path_that_will_be_gone(metrics: dict[str, Any], tmp_
         done = stage(tmp_path, **environment)
         assert done.returncode == 0, done.stderr
         assert done.stdout.endswith(f"{metrics['bench']['verdict']}\n{told}")
+
+
+def layers(best: int | None = 0, half: float | None = 0.01) -> dict[str, Any]:
+    """As `redraft.remap.shifts` gives it."""
+    names = ("loss", "accuracy", "joint")
+    rows = {
+        str(shift): {"layers": [2 + shift, 4 + shift, 5 + shift]}
+        | {key: value for name in names for key, value in {name: 0.25, f"{name}_interval": half}.items()}
+        for shift in (-1, 0, 1)
+    }
+    for shift in ("-1", "1"):
+        told = {f"{name}_difference": -0.125 for name in names}
+        rows[shift] |= told | {f"{name}_difference_interval": half for name in names}
+    verdict = "Set target.aux_layers: [3, 5, 6] in the profile and run again." if best else "These."
+    return {
+        "documents": 22, "positions": 2053, "shifts": rows, "left_out": {}, "best": best, "verdict": verdict,
+    }  # fmt: skip
+
+
+def test_which_layers_the_donor_was_trained_on_is_told(metrics: dict[str, Any]) -> None:
+    told = "Which layers was the donor trained on?"
+    metrics["remap"].pop("layers", None)
+    assert told not in text(metrics)  # an older redraft did not measure it
+    metrics["remap"]["layers"] = layers()
+    page = text(metrics)
+    assert f"## {told}\n\nThese.\n" in page
+    assert (
+        "| inputs of [3, 5, 6] | 0.250 ± 0.010 | -0.125 ± 0.010 | 25.0% ± 1.0% | -12.5% ± 1.0% | 0.250 ± 0.010 | "
+        "-0.125 ± 0.010 |"
+    ) in page
+    assert "| inputs of [2, 4, 5] | 0.250 ± 0.010 | – |" in page
+    assert "On 2,053 held-out positions of 22 documents" in page
+    metrics["remap"]["layers"] = layers(1)
+    assert "\n**Set target.aux_layers: [3, 5, 6] in the profile and run again.**\n" in text(metrics)
+
+
+def test_shifts_that_were_not_measured_are_told(metrics: dict[str, Any]) -> None:
+    metrics["remap"]["layers"] = found = layers(None, None)
+    assert "| inputs of [3, 5, 6] | 0.250 | -0.125 |" in text(metrics)
+    del found["shifts"]["-1"]
+    found["left_out"] = {"-1": "no layer_1 in the shard"}
+    assert "Shift -1 was not measured: no layer_1 in the shard." in text(metrics)
+    found["shifts"] = {}
+    assert "inputs of" not in text(metrics).partition("## Which layers")[2].partition("##")[0]

@@ -8,7 +8,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src/redraft"
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.name != "__init__.py")
+MODULES = sorted(
+    path
+    for path in PACKAGE.rglob("*.py")
+    if (path.parent != PACKAGE or path.name != "__init__.py") and path.parent.name != "kimi_tokenizer"
+)  # that folder is laid into a target, and nobody imports it
 MAP = re.findall(r"^\| `(\w+)(?:/|\.py)` \| ([^|]+) \| ([^|]+) \|", (ROOT / "docs/architecture.md").read_text(), re.M)
 ORDER = [room for room, _, _ in MAP]
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60

@@ -1,71 +1,28 @@
 """The real thing: a fresh clone, real `dvc`, every stage on profile `tiny`, then an experiment with another lr."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from clones import clone_of, metrics, ran, run_in, shell
 from mlflow import MlflowClient
 
-ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
-
-
-def run_in(cwd: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command with the clone's own code."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("DVC_", "MLFLOW_", "REDRAFT_"))
-    }
-    # the clone's own code, with bytecode on: __pycache__ must not make a stage stale
-    environment |= {"PATH": path, "PYTHONPATH": str(cwd / "src"), "PYTHONDONTWRITEBYTECODE": ""}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
-
-
-def shell(*command: str, cwd: Path) -> str:
-    done = run_in(cwd, *command)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The working tree as a repository of its own, profile `tiny`, after `dvc repro` and a commit."""
-    folder = tmp_path_factory.mktemp("clone") / "redraft"
-    shell("git", "clone", "--quiet", str(ROOT), str(folder), cwd=ROOT)
-    changed = subprocess.run(
-        ["git", "ls-files", "--modified", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for name in changed.stdout.splitlines():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).unlink(missing_ok=True)
-        if (ROOT / name).exists():
-            (folder / name).write_bytes((ROOT / name).read_bytes())
-    params = folder / "params.yaml"
-    params.write_text(params.read_text().replace("profile: smollm", "profile: tiny"))
+    """Profile `tiny`, after `dvc repro` and a commit."""
+    folder = clone_of(tmp_path_factory.mktemp("clone") / "redraft", "tiny")
     shell("dvc", "repro", cwd=folder)
     shell("git", "add", "--all", cwd=folder)
     who = ("-c", "user.name=test", "-c", "user.email=test@localhost")
     shell("git", *who, "commit", "--quiet", "--no-verify", "-m", "tiny", cwd=folder)
     return folder
-
-
-def metrics(folder: Path, stage: str) -> dict[str, object]:
-    return json.loads((folder / "metrics" / f"{stage}.json").read_text())
-
-
-def ran(text: str) -> list[str]:
-    """The stages that `dvc repro` or `dvc exp run` ran."""
-    return [line.split("'")[1] for line in text.splitlines() if line.startswith("Running stage")]
 
 
 def test_every_stage_leaves_its_artefacts(clone: Path) -> None:

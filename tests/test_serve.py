@@ -12,7 +12,10 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from redraft.acceptance import Acceptance, Steps
 from redraft.corpus.tokenizer import load_tokenizer, stop_ids
+from redraft.drafter.checkpoint import write_checkpoint
+from redraft.engines.arm import Arm
 from redraft.engines.engine import Generation, Margin
+from redraft.engines.open import Models, _in_process
 from redraft.engines.torch import TorchEngine
 from redraft.frame.errors import RedraftError
 from redraft.probe.probe import Comparison, require_acceptance, require_lossless, serve_both
@@ -189,3 +192,13 @@ def test_a_sliding_window_keeps_what_a_rejected_draft_pushed_out(tmp_path: Path)
         engine = TorchEngine(target, some_checkpoint(2), steps, NEVER)
         for prompt in PROMPTS:
             assert engine.generate(prompt, 24).ids == plain.generate(prompt, 24).ids
+
+
+def test_each_drafter_is_fed_the_layers_it_was_trained_on(target: Target, tmp_path: Path) -> None:
+    """A drafter that is compared with may be of other layers than the profile's."""
+    write_checkpoint(tmp_path / "other", some_checkpoint(2), (3, 5, 6))
+    models = Models(target, some_checkpoint(1), NEVER)
+    arms = [Arm(tmp_path / "other", 3), Arm(None, 3)]
+    assert [_in_process(models, arm).target.aux_layers for arm in arms] == [(3, 5, 6), (2, 4, 5)]  # type: ignore[attr-defined]
+    (tmp_path / "other/redraft.json").unlink()  # nothing tells: the target's
+    assert _in_process(models, arms[0]).target.aux_layers == (2, 4, 5)  # type: ignore[attr-defined]

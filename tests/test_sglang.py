@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,13 +22,15 @@ from hypothesis import strategies as st
 from redraft.acceptance import Steps
 from redraft.bench.machine import machine
 from redraft.corpus.corpus import read_corpus
-from redraft.drafter.checkpoint import weights_sha256
+from redraft.drafter.checkpoint import read_checkpoint, weights_sha256, write_checkpoint
 from redraft.engines.command import installed_version
 from redraft.engines.engine import serving
+from redraft.engines.open import _server
 from redraft.engines.reply import read_counters
 from redraft.engines.sglang import SGLangEngine
 from redraft.frame import process
 from redraft.frame.errors import RedraftError
+from redraft.frame.params import load_config
 from redraft.frame.process import explain
 from redraft.frame.profile import EngineParams
 from redraft.report.bench import read_bench
@@ -262,6 +265,28 @@ def test_a_reply_without_whole_counters_is_refused(meta: dict[str, Any]) -> None
 def test_captured_replies(name: str, expected: tuple[int, int, list[int]]) -> None:
     meta = json.loads((CAPTURES / f"sglang-0.5.23-{name}.json").read_text())["meta_info"]
     assert read_counters(meta, 3, "test") == Steps(*expected)
+
+
+def test_a_server_of_another_release_is_given_ids_that_it_reads_right(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A12: the files of a drafter name the ids of the newest release for its target."""
+    monkeypatch.setenv("REDRAFT_STORE", str(tmp_path / "store"))
+    target = Path(shutil.copytree(project / "artifacts/target", tmp_path / "target"))
+    fields = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**fields, "architectures": ["DeepseekV3ForCausalLM"]}))
+    drafter, settings = tmp_path / "drafter", load_config(project)
+    write_checkpoint(drafter, read_checkpoint(project / "artifacts/drafter"), (3, 5, 6), target)
+    for version, ids in (("0.5.12", [2, 4, 5]), ("0.5.23", [3, 5, 6])):
+        monkeypatch.setattr("redraft.engines.open.installed_version", lambda python, told=version: told)
+        server = _server(settings, target, drafter, 3, settings.profile.engine)
+        path = Path(server.command(1)[server.command(1).index("--speculative-draft-model-path") + 1])
+        part = json.loads((path / "config.json").read_text())["eagle_config"]
+        assert part["eagle_aux_hidden_state_layer_ids"] == ids
+        assert (path == drafter) == (version == "0.5.23")
+    monkeypatch.setattr("redraft.engines.open.installed_version", lambda python: "0.5.9")
+    with pytest.raises(RedraftError, match="layers-shifted"):
+        _server(settings, target, drafter, 3, settings.profile.engine)
 
 
 # --- the stage

@@ -202,7 +202,7 @@ def test_one_more_line_is_one_document_to_make(target: Target, store: Path) -> N
                     yield from opened.states(groups, layers, around=around)
 
         opening = replace(source.opening, open=lambda layers: nullcontext(Counting()))
-        return extract(replace(source, opening=opening), corpora, params).manifest
+        return extract(replace(source, opening=opening, checker=opening), corpora, params).manifest
 
     params = PARAMS.model_copy(update={"recheck": 0})
     ids = {f"s{number}": corpus_of([5 + number]).document(0)[0] for number in range(6)}

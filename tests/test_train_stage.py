@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from conftest import ROOT, extracted, some_checkpoint, some_mapping, write_state
 from filelock import FileLock
 from test_hidden import PARAMS, corpus_of
 
+from redraft.corpus.corpus import read_corpus
 from redraft.drafter.checkpoint import read_checkpoint, write_checkpoint
 from redraft.frame.curves import read_curve
 from redraft.frame.params import load_config
 from redraft.hidden.rows import HiddenStates, PackedRows, read_manifest
+from redraft.preflight.lint import lint
 from redraft.report.page import _first_step
 from redraft.target.ends import read_ends, target_hash
 from redraft.target.model import Target
@@ -126,6 +129,49 @@ def test_training_starts_from_what_the_table_of_first_steps_says(folder: Path) -
     undefined = {**first, "loss": None, "loss_interval": None, "accuracy_interval": None}
     page = _first_step(config.params, {**remap.metrics, "first_step": {"remap_fitted": undefined}})
     assert f"| `remap_fitted` | – | {first['accuracy']:.1%} |" in page
+
+
+def test_the_remap_says_on_which_layers_the_donor_was_trained_and_the_record_travels(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(folder / "params.yaml", init="remap", fill="zero", epochs=1, gate="off")
+    write_vocab(folder / "artifacts/vocab", Vocabulary(some_mapping(3), 0, 0), {}, {})
+    layers = stage("remap").main(load_config()).metrics["layers"]
+    assert set(layers["shifts"]) == {"-1", "0", "1"}
+    assert layers["best"] is None  # of so few documents
+    assert "warning" not in capsys.readouterr().out
+    stage("train").main(load_config())
+    for name in ("initial", "drafter"):
+        assert read_checkpoint(folder / "artifacts" / name).record["layers"] == layers
+    told = {**layers, "best": 1, "verdict": "The donor was trained on other layers."}
+    remap = stage("remap")
+    monkeypatch.setattr(remap, "layer_shifts", lambda *given: told)
+    remap.main(load_config())
+    assert "warning: The donor was trained on other layers." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "DeepseekV3ForCausalLM"])
+def test_layers_that_do_not_start_with_2_go_through_every_stage(
+    architecture: str, folder: Path, target: Target, llama_folder: Path
+) -> None:
+    """A12: from states of (3, 5, 6) to files that the newest release reads as that."""
+    layers, named = (3, 5, 6), folder / "artifacts/target"
+    named.unlink()
+    shutil.copytree(llama_folder, named)
+    config = json.loads((named / "config.json").read_text())
+    (named / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    corpora = {split: read_corpus(folder / f"artifacts/corpus/{split}.safetensors") for split in ("train", "heldout")}
+    manifest = extracted(replace(target, aux_layers=layers), corpora, PARAMS, target_hash(named))
+    (folder / "artifacts/hidden/manifest.json").write_text(json.dumps(manifest))
+    write_checkpoint(folder / "artifacts/donor", some_checkpoint(1, scale=1.0), layers, named)
+    write_vocab(folder / "artifacts/vocab", Vocabulary(some_mapping(3), 0, 0), {}, {})
+    put(folder / "params.yaml", init="remap", fill="zero", epochs=1, gate="off")
+    for name in ("remap", "train"):
+        stage(name).main(load_config())
+    for name in ("donor", "initial", "drafter"):
+        drafter = folder / "artifacts" / name
+        assert read_checkpoint(drafter).record["aux_layers"] == list(layers)
+        assert not [each for each in lint(drafter, named, "0.5.23") if each.rule.startswith("layers")]
 
 
 def many(folder: Path, *command: str) -> tuple[float, int, str]:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDRAFT_STORE", str(tmp_path / "store"))
+    monkeypatch.setattr(transfer, "SHARED_MEMORY", tmp_path)
     for module, name in ((vllm, "FIRST_PAUSE"), (vllm, "DEATH_SECONDS"), (process, "POLL_SECONDS")):
         monkeypatch.setattr(module, name, 0.2)
     monkeypatch.setattr(transfer, "GRACE_SECONDS", 0.1)
@@ -54,7 +56,7 @@ def served(fake: str = "", first: int = 1, times: int = 999, law: str = "states"
     values = load_profile("tiny", ROOT).model_dump()
     told = {"FAKE": fake, "FAKE_FROM": str(first), "FAKE_TIMES": str(times), "OMP_NUM_THREADS": "1"}
     values["extract"] |= {"engine": "vllm", "law": law, "server": {
-        "python": sys.executable, "dtype": "fp32", "concurrency": 2, "ready_seconds": 60, "request_seconds": 2,
+        "python": sys.executable, "dtype": "fp32", "concurrency": 2, "ready_seconds": 60, "request_seconds": 20,
         "retries": 2, "env": {**told, "PYTHONPATH": os.pathsep.join(map(str, (FAKE, ROOT / "tests")))}, **changes,
     }}  # fmt: skip
     return validate(Profile, values, Path("tiny"))
@@ -92,13 +94,11 @@ def check(
 
 
 @pytest.fixture
-def nothing_left(tmp_path: Path) -> Any:
+def nothing_left(tmp_path: Path) -> Iterator[None]:
     """No process and no file of a server is left."""
-    before = set(transfer.SHARED_MEMORY.glob(f"{transfer.PREFIX}*"))
     yield
-    mine = [each.info["cmdline"] for each in psutil.Process().children(recursive=True) if each.info.get("cmdline")]
-    assert not [command for command in mine if "serve" in command]
-    assert set(transfer.SHARED_MEMORY.glob(f"{transfer.PREFIX}*")) <= before
+    assert not [each for each in psutil.Process().children(recursive=True) if "serve" in each.cmdline()]
+    assert not list(tmp_path.glob(f"{transfer.PREFIX}*"))
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -192,6 +192,28 @@ def test_a_release_without_the_last_state(folder: Path) -> None:
     assert "final" in extracted(folder, served(law="top64"), groups)[0, 0]
 
 
+def test_joined_servers_must_agree(folder: Path) -> None:
+    """What they were launched with they do not tell; what they give is compared, between them and with the profile."""
+    groups, ends = documents(), read_ends(folder)
+    with opening(folder, served()).open(()) as one, opening(folder, served()).open(()) as other:
+        assert isinstance(one, VllmEngine)
+        assert isinstance(other, VllmEngine)
+        list(one.states(groups, AUX))
+        list(other.states(groups, (2, 4, 6)))
+        urls = [each.servers.servers[0].client.base for each in (one, other)]
+
+        def joined(urls: list[str], layers: tuple[int, ...]) -> Profile:
+            return served(python=None, urls=tuple(urls), layers=layers)
+
+        check(extracted(folder, joined(urls[:1], (2, 4, 5, LAYERS)), groups), groups, ends, AUX)
+        with pytest.raises(RedraftError, match="different states of the same tokens"):
+            extracted(folder, joined(urls, (2, 4, 5, LAYERS)), groups)
+        with pytest.raises(RedraftError, match=r"another number of states(.|\n)*found: 4"):
+            extracted(folder, joined(urls, (1, 2, 4, 5, LAYERS)), groups)
+        with pytest.raises(RedraftError, match=r"do not give all states(.|\n)*no 5(.|\n)*layer_ids\":\[2,4,5,8\]"):
+            extracted(folder, joined(urls, (2, 4, 6, LAYERS)), groups)
+
+
 def test_a_server_that_does_not_come_up(folder: Path) -> None:
     with pytest.raises(RedraftError, match=r"unknown model type(.|\n)*not supported"):
         extracted(folder, served("never ready"), documents())
@@ -242,6 +264,7 @@ SCRIPT = """
 import sys, test_vllm_states as tests
 from pathlib import Path
 groups = tests.documents(sizes=((9,) * 400,))
+tests.transfer.SHARED_MEMORY = Path(sys.argv[2])
 with tests.opening(Path(sys.argv[1]), tests.served("late", 3)).open(()) as engine:
     for done, _ in enumerate(engine.states(groups, (2, 4, 5))):
         print(done, flush=True)
@@ -253,19 +276,21 @@ with tests.opening(Path(sys.argv[1]), tests.served("late", 3)).open(()) as engin
 def test_a_run_that_is_ended_leaves_no_server(number: int, folder: Path, tmp_path: Path) -> None:
     paths = os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests")))
     environment = {**os.environ, "PYTHONPATH": paths, "REDRAFT_STORE": str(tmp_path)}
-    child = subprocess.Popen([sys.executable, "-c", SCRIPT, str(folder)], env=environment, stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(folder), str(tmp_path)], env=environment, stdout=subprocess.PIPE
+    )
     assert child.stdout is not None
     child.stdout.readline()
     server = next(each for each in psutil.Process(child.pid).children() if "serve" in each.cmdline())
     child.send_signal(number)
     assert child.wait(20) != 0
     server.wait(20)
-    if number == signal.SIGKILL:  # its files go when the next one starts
-        left = [path for path in transfer.SHARED_MEMORY.glob(f"{transfer.PREFIX}*") if str(server.pid)]
-        for path in left:
-            os.utime(path, (0, 0))
-        with transfer.transfer_folder(None, 1):
-            assert not [path for path in left if path.exists()]
+    left = list(tmp_path.glob(f"{transfer.PREFIX}*"))
+    assert len(left) == (number == signal.SIGKILL)
+    for path in left:  # its files go when the next run starts
+        os.utime(path, (0, 0))
+    with transfer.transfer_folder(None, 1):
+        assert not [path for path in left if path.exists()]
 
 
 @pytest.mark.parametrize("kind", sorted(PLAIN - {"kimi_k2"}))  # Kimi's is DeepseekV3

@@ -99,6 +99,13 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 @pytest.fixture(scope="module")
+def deepseek_high(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A drafter of the layers one higher than usual, which its files name by the ids of this family (A12)."""
+    folder = tmp_path_factory.mktemp("deepseek")
+    return Served(make_project(folder, deepseek_config(), str(PYTHON), (3, 5, 6), **DEEPSEEK))
+
+
+@pytest.fixture(scope="module")
 def smollm(tmp_path_factory: pytest.TempPathFactory) -> Served:
     """SmolLM2-135M with a drafter that saw little of it; the default pipeline's own is probed by its users."""
     folder = tmp_path_factory.mktemp("smollm")
@@ -122,7 +129,7 @@ def smollm(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served(folder)
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek", "smollm"])
+@pytest.mark.parametrize("family", ["llama", "deepseek", "smollm", "deepseek_high"])
 def test_a_chain_is_served_as_it_is_computed(family: str, request: pytest.FixtureRequest) -> None:
     """In float32 the same verify steps and accepted drafts, prompt by prompt, and the target's own output."""
     served: Served = request.getfixturevalue(family)

@@ -1,5 +1,6 @@
 """The engine `vllm` against a real server: the states are those of transformers on the same tokens."""
 
+import json
 import random
 import shutil
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ import pytest
 import torch
 from conftest import ROOT
 from torch import Tensor
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from redraft.frame.errors import RedraftError
+from redraft.frame.files import read_object
 from redraft.frame.profile import Profile, load_profile
 from redraft.frame.section import validate
 from redraft.hidden.engine import Engine, States
@@ -150,6 +153,33 @@ def test_a_joined_server_is_looked_at(engine: VllmEngine, folder: Path, tmp_path
         model.get_decoder().layers[3].mlp.down_proj.weight.mul_(1.01)  # type: ignore[operator]
     model.save_pretrained(tuned)  # type: ignore[operator]
     refuse(tuned, served(**joined), "other weights")
+
+
+@pytest.mark.slow
+def test_states_of_experts_and_latent_attention(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek's model, which Kimi is: another class of vLLM, which gathers its states in another way."""
+    monkeypatch.setenv("REDRAFT_STORE", str(tmp_path))
+    target = tmp_path / "target"
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=DEPTH,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1,
+        first_k_dense_replace=1, n_group=1, topk_group=1, kv_lora_rank=32, q_lora_rank=24, qk_rope_head_dim=32,
+        qk_nope_head_dim=32, v_head_dim=64, max_position_embeddings=512, initializer_range=0.2, eos_token_id=2,
+        bos_token_id=None, tie_word_embeddings=False,
+    ))  # fmt: skip
+    model.save_pretrained(target)
+    fields = read_object(target / "config.json") | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    (target / "config.json").write_text(json.dumps(fields))
+    for path in folder.glob("*token*"):
+        shutil.copy(path, target)
+    flags = {"enforce-eager": True, "compilation-config": '{"custom_ops":["none"]}'}
+    profile = served(flags=flags, env={**ENVIRONMENT, "VLLM_MLA_DISABLE": "1"})
+    with opening(target, profile).open(()) as engine:
+        worst = differences(engine, load_target(target, dtype="fp32", aux_layers=AUX), documents(0))
+    print(f"\nDeepSeek, fp32: {told(worst)}")
+    assert worst.pop("greedy") == 0
+    assert max(worst.values()) < 1e-4
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ def _target(profile: Profile, arguments: argparse.Namespace) -> Iterator[Path]:
         RedraftError: the folder that is given was made of another source than the profile's.
     """
     from redraft.frame.files import read_object
-    from redraft.target.checkout import DRAFTER_FILES, checkout
+    from redraft.target.checkout import DRAFTER_FILES, FITTED, checkout
     from redraft.target.folder import TARGET_RECORD
     from redraft.target.sources import make_target
 
@@ -172,7 +172,7 @@ def _target(profile: Profile, arguments: argparse.Namespace) -> Iterator[Path]:
         )
     if given is not None or made_of(MADE) == source:
         yield given or MADE
-    elif params.source.startswith("wheel:") or params.source == "fit:tiny":
+    elif params.source.startswith("wheel:") or params.source in FITTED:
         with tempfile.TemporaryDirectory() as scratch:
             make_target(params, Path(scratch) / "target")
             yield Path(scratch) / "target"

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from redraft.drafter.config import config_json, exported_layer_ids
+from redraft.drafter.config import config_json, written_ids
 from redraft.drafter.dialect import speculators_form
 from redraft.drafter.donor import require_fit, tell_embedding
 from redraft.drafter.files import RECORD, WEIGHTS
@@ -52,14 +52,17 @@ class Checkpoint:
         return {int(number): (one, two) for number, (one, two) in self.record.get("foreign", {}).items()}
 
 
-def write_checkpoint(folder: Path, checkpoint: Checkpoint, aux_layers: tuple[int, ...]) -> None:
+def write_checkpoint(
+    folder: Path, checkpoint: Checkpoint, aux_layers: tuple[int, ...], target: Path | None = None
+) -> None:
     """Write `checkpoint` in SGLang's form to `folder`, then read it back and compare.
 
-    Tensors: those of `Drafter`, bf16; `d2t` int64 [N]; `t2d` bool [V].
+    Tensors: those of `Drafter`, bf16; `d2t` int64 [N]; `t2d` bool [V]. `target` is the target's folder: layers that do
+    not start with 2 have other ids for another family, see `written_ids`.
     """
     shape = checkpoint.drafter.config.to_dict()  # told again, so that a later edit of config.json shows
     record = {**checkpoint.record, "aux_layers": list(aux_layers), "shape": shape}
-    write_parts(folder, _parts(checkpoint, exported_layer_ids(aux_layers)), record, checkpoint.row_source)
+    write_parts(folder, _parts(checkpoint, written_ids(aux_layers, target)), record, checkpoint.row_source)
 
 
 def export_speculators(folder: Path, checkpoint: Checkpoint, aux_layers: tuple[int, ...], verifier: str) -> None:
@@ -78,7 +81,7 @@ def export_speculators(folder: Path, checkpoint: Checkpoint, aux_layers: tuple[i
         _write_tensors(partial, {speculators_name(name): t for name, t in _with_mapping(parts).items()}, parts.mapping)
 
 
-def _parts(checkpoint: Checkpoint, layer_ids: list[int]) -> Parts:
+def _parts(checkpoint: Checkpoint, layer_ids: list[int] | None) -> Parts:
     """Float tensors in bf16, each a copy of its own, so that no view drags its whole storage along."""
     tensors = {
         name: tensor.detach().to("cpu", torch.bfloat16).clone(memory_format=torch.contiguous_format)
@@ -171,6 +174,7 @@ def read_donor(
     target_embed: Tensor | None = None,
     embedding: str = "own",
     prefix: bool = False,
+    named: bool = False,
     tell: Callable[[str], None] = print,
 ) -> Checkpoint:
     """Read a drafter as donor for a target: `read_checkpoint`, and it must fit.
@@ -184,13 +188,14 @@ def read_donor(
         target_embed: [V, H], with which an embedding in the donor's file is compared, if it is at hand.
         embedding: `own` refuses a donor whose embedding is not the target's, `target` takes the target's and says so.
         prefix: see `read_parts`.
-        tell: takes a line about an embedding that is left out.
+        named: see `require_fit`.
+        tell: takes a line about an embedding that is left out, or layers that are one off.
 
     Raises:
         RedraftError: another hidden size or V, layer ids that do not mean these inputs for such a target, or another
             embedding.
     """
     parts = read_parts(folder, target_head=target_head, prefix=prefix)
-    require_fit(parts, folder, target, aux_layers)
+    require_fit(parts, folder, target, aux_layers, named=named, tell=tell)
     tell_embedding(parts.embedding, target_embed, folder, refuse=embedding == "own", tell=tell)
     return _checkpoint(folder, parts)

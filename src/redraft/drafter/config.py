@@ -1,13 +1,16 @@
 """`config.json` of a drafter: what SGLang reads of it, and what is refused because SGLang would compute otherwise."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from redraft.drafter.layers import ids_of
 from redraft.drafter.model import DrafterConfig
 from redraft.drafter.names import ARCHITECTURE, flat_config
 from redraft.frame.errors import RedraftError
 from redraft.frame.files import read_object
+from redraft.target.facts import read_facts
 
 MOST = 1 << 24
 """No size of a drafter is above this."""
@@ -23,24 +26,20 @@ _UNSERVED = (
 )
 
 
-def exported_layer_ids(aux_layers: tuple[int, ...]) -> list[int]:
-    """SGLang's `eagle_aux_hidden_state_layer_ids` for aux layers written as inputs of layers.
+def written_ids(aux_layers: Sequence[int], target: Path | None) -> list[int] | None:
+    """`eagle_aux_hidden_state_layer_ids` for aux layers as inputs of layers; None where no ids are known to mean them.
 
-    Only a list that starts with 1 is read the same way by every release and target family: as the output of those
-    layers (SGLang PR #25454; `set_eagle3_layers_to_capture`).
-
-    Raises:
-        RedraftError: the aux layers do not start at the input of layer 2.
+    Ids that start with 1 mean the same to every release and family: outputs. Others mean other layers to another family
+    (see `redraft.drafter.layers`): they are the newest release's for `target`. For an older one `redraft export` writes
+    them anew; without a target, or where no ids mean these layers, config.json names none and `redraft.json` alone
+    tells, so that the preflight does.
     """
-    if aux_layers[0] != 2:
-        raise RedraftError(
-            "These aux layers mean different tensors in different releases of SGLang.",
-            where="target.aux_layers in the profile",
-            expected="a first aux layer of 2",
-            found=list(aux_layers),
-            fix="use the default (2, L//2, L-3)",
-        )
-    return [layer - 1 for layer in aux_layers]
+    if aux_layers[0] == 2:
+        return [layer - 1 for layer in aux_layers]
+    if target is None:
+        return None
+    facts = read_facts(target)
+    return ids_of(aux_layers, facts.depth, facts.architecture)
 
 
 def config_json(config: DrafterConfig, layer_ids: list[int] | None) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Does a drafter fit as donor for a target: its sizes, the layers that feed it, the embedding it was trained with?"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from redraft.drafter.layers import declared_layers, family, nested_ids
+from redraft.drafter.files import RECORD
+from redraft.drafter.layers import declared_layers, family, nested_ids, numbers
 from redraft.drafter.parts import EMBEDDING, Parts
 from redraft.frame.errors import RedraftError
 
@@ -15,7 +16,15 @@ CHUNK = 4096
 """Rows compared at once."""
 
 
-def require_fit(parts: Parts, folder: Path, target: Any, aux_layers: tuple[int, ...]) -> None:
+def require_fit(
+    parts: Parts,
+    folder: Path,
+    target: Any,
+    aux_layers: tuple[int, ...],
+    *,
+    named: bool = False,
+    tell: Callable[[str], None] = print,
+) -> None:
     """Refuse a donor of another target, or one that was trained on other layers.
 
     Args:
@@ -23,6 +32,9 @@ def require_fit(parts: Parts, folder: Path, target: Any, aux_layers: tuple[int, 
         folder: names it in errors.
         target: configuration of the target, whole or its text part.
         aux_layers: inputs of layers.
+        named: whether the user chose them. Then all one above or below what the donor's ids say is no error: two
+            conventions are in use, files cannot tell which one a donor follows, and the remap measures it.
+        tell: takes a line about layers that are one off.
 
     Raises:
         RedraftError: another hidden size or V, or layer ids that do not mean these inputs for such a target.
@@ -38,27 +50,36 @@ def require_fit(parts: Parts, folder: Path, target: Any, aux_layers: tuple[int, 
             found=f"{found} (fc {list(parts.tensors['fc.weight'].shape)})",
             fix="choose a donor of the target's family",
         )
-    named = getattr(target, "architectures", None) or getattr(text, "architectures", None) or [""]
-    layers = declared_layers(parts.fields, named[0], getattr(text, "num_hidden_layers", 0))
+    architecture = (getattr(target, "architectures", None) or getattr(text, "architectures", None) or [""])[0]
+    recorded, nested = numbers(parts.record.get("aux_layers"), f"aux_layers in {folder / RECORD}"), None
+    layers = None if recorded is None else tuple(recorded)
+    if layers is None:
+        nested = nested_ids(parts.fields)
+        layers = declared_layers(parts.fields, architecture, getattr(text, "num_hidden_layers", 0))
     if layers in (None, aux_layers):
         return
-    nested = nested_ids(parts.fields)
-    read = f"ids {nested}, and for {named[0] or 'a target without a name'} {family(named[0])}: " if nested else ""
-    ids = [layer - 1 for layer in aux_layers]
+    read = f"ids {nested}, and for {architecture or 'a target without a name'} {family(architecture)}: "
+    said = f"{read if nested else ''}inputs of layers {layers}"
+    if named and one_off(layers, aux_layers):
+        tell(
+            f"note: {folder} says {said}; it is taken to be trained on {list(aux_layers)}, as the profile says. "
+            "metrics/remap.json has the measurement (layers)"
+        )
+        return
     raise RedraftError(
         "The donor was trained on other layers of the target.",
-        where=folder / "config.json",
+        where=folder / ("config.json" if recorded is None else RECORD),
         expected=f"{list(aux_layers)}, as inputs of layers",
-        found=f"{read}inputs of layers {layers}",
-        fix=(
-            f"target.aux_layers: {list(layers or ())} in the profile"
-            if layers and layers[0] == 2
-            else "choose another donor: redraft trains on layers that start with 2, which every release reads alike"
-        )
-        + (
-            f"; if it was trained on {list(aux_layers)} all the same, write ids {ids} to its config.json" * bool(nested)
-        ),
+        found=said,
+        fix=f"target.aux_layers: {list(layers)} in the profile, or choose another donor; if it was trained on "
+        + f"{list(aux_layers)} all the same, "
+        + (f"target.aux_layers: {list(aux_layers)}" if one_off(layers, aux_layers) else "correct what it says"),
     )
+
+
+def one_off(layers: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether two lists of layers are the two readings of one list of ids: inputs or outputs."""
+    return {one - other for one, other in zip(layers, others, strict=False)} in ({1}, {-1})
 
 
 def differing_rows(own: Tensor, its: Tensor) -> int:

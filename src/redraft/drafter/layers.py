@@ -76,6 +76,22 @@ def last_layer(depth: int, architecture: str, release: Version = NEWEST) -> int:
     return depth if since is not None and release >= since else depth - 1
 
 
+def ids_of(layers: Sequence[int], depth: int, architecture: str, release: Version = NEWEST) -> list[int] | None:
+    """The ids for which a release captures the inputs of `layers`, outputs where both would do; None if none do.
+
+    Args:
+        layers: ascending.
+        depth: layers of the target.
+        architecture: see `layers_of`.
+        release: of SGLang.
+    """
+    able = layers[-1] <= last_layer(depth, architecture, release)
+    for ids in ([layer - 1 for layer in layers], list(layers)) if able else ():
+        if ids[0] >= 0 and layers_of(ids, depth, architecture, release) == tuple(layers):
+            return ids
+    return None
+
+
 def nested_ids(fields: dict[str, Any]) -> list[int] | None:
     """The ids in `eagle_config`, which SGLang reads; None if there are none, or an empty list.
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from redraft.corpus.tokenizer import load_tokenizer, stop_ids
 from redraft.drafter.checkpoint import Checkpoint, read_checkpoint
+from redraft.drafter.files import RECORD
+from redraft.drafter.layers import numbers
 from redraft.engines.alike import require_alike
 from redraft.engines.arm import PLAIN, Arm, chain
 from redraft.engines.command import TENSOR_PARALLEL, flag_number, installed_version
@@ -17,6 +19,7 @@ from redraft.frame.errors import RedraftError
 from redraft.frame.params import Config
 from redraft.frame.profile import EngineParams
 from redraft.frame.store import store_root
+from redraft.preflight.export import for_release
 from redraft.preflight.lint import lint, require_clean
 from redraft.preflight.releases import NEWEST
 from redraft.target.config import read_config
@@ -40,9 +43,16 @@ class Models:
 
 def load_models(config: Config, target: Path, drafter: Path, dtype: str) -> Models:
     """Load target (`bf16` or `fp32`) and drafter."""
-    params = config.profile.target
-    loaded = load_target(target, dtype=dtype, aux_layers=params.aux_layers, trust_remote_code=params.trust_remote_code)
-    return Models(loaded, read_checkpoint(drafter), _stop_ids(config, target))
+    params, draft = config.profile.target, read_checkpoint(drafter)
+    layers = _layers_of(draft) or params.aux_layers
+    loaded = load_target(target, dtype=dtype, aux_layers=layers, trust_remote_code=params.trust_remote_code)
+    return Models(loaded, draft, _stop_ids(config, target))
+
+
+def _layers_of(draft: Checkpoint) -> tuple[int, ...] | None:
+    """The aux layers that a drafter was trained on, as inputs of layers, where `redraft.json` names them."""
+    layers = numbers(draft.record.get("aux_layers"), f"aux_layers in {RECORD}")
+    return tuple(layers) if layers else None
 
 
 def _stop_ids(config: Config, target: Path) -> frozenset[int]:
@@ -79,11 +89,13 @@ def _server(config: Config, target: Path, drafter: Path, steps: int, params: Eng
             fix="context-length in engine.flags of the profile",
         )
     draft = drafter if steps else None
+    if draft and not params.url:
+        draft = for_release(draft, target, installed_version(params.python), store_root() / "serve" / "drafters")
     engine = SGLangEngine(params, target, draft, steps, _stop_ids(config, target), context, store_root() / "serve")
     if engine.url:
         engine.start()  # only asks the server what it is
-    if steps:
-        _lint(engine, drafter)
+    if draft:
+        _lint(engine, draft)
     return engine
 
 
@@ -161,5 +173,8 @@ def open_arms(config: Config, target: Path, drafter: Path) -> tuple[dict[Arm, En
 
 
 def _in_process(models: Models, arm: Arm) -> Engine:
-    own = replace(models, draft=read_checkpoint(arm.drafter)) if arm.drafter else models
-    return own.engines([arm.steps])[arm.steps]
+    if arm.drafter:
+        draft = read_checkpoint(arm.drafter)
+        fed = replace(models.target, aux_layers=_layers_of(draft) or models.target.aux_layers)
+        models = replace(models, target=fed, draft=draft)
+    return models.engines([arm.steps])[arm.steps]

@@ -56,14 +56,14 @@ def spread(size: int, block: int, blocks: int) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
-    """An open safetensors file whose tensors are PyTorch's.
+def open_tensors(path: Path, framework: str = "pt") -> Iterator[Any]:
+    """An open safetensors file whose tensors are PyTorch's, or with `np` NumPy's.
 
     Raises:
         RedraftError: no such file, not safetensors, or cut short.
     """
     try:
-        with safe_open(path, "pt") as file:
+        with safe_open(path, framework) as file:
             yield file
     except (SafetensorError, OSError) as error:
         raise RedraftError(

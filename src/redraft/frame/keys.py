@@ -91,6 +91,8 @@ def profile_text(values: dict[str, Any], title: str) -> str:
     for name, field in Profile.model_fields.items():
         model = section_of(field.annotation)
         assert model is not None
+        if values.get(name) is None:
+            continue
         lines += ["", f"{name}:", *_lines(model, values[name], "  ")]
     return "\n".join(lines) + "\n"
 

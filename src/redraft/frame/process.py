@@ -70,11 +70,14 @@ DEATHS = (
         r"error: (?:unrecognized arguments|argument|ambiguous option)|invalid choice",
         "see engine.flags in the profile; flags differ by version",
     ),
+    ("a process of it died", r"^Fatal Python error|Worker proc \S+ died unexpectedly", None),
     ("not installed", r"No module named '?(?:sglang|vllm)'?\b", "engine.python in the profile: give its interpreter"),
 )
 GUARD = 'trap "" HUP INT TERM; read -r done || { kill -s TERM "$1"; sleep "$2"; kill -s KILL -- "-$1"; }'
 """A shell that waits for a word on a pipe; if this process dies without one, be it by SIGKILL, it ends the server."""
-_ERROR_LINE = re.compile(r"^(?:\[[^\]]*\] )?\s*((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)): ?(.*)$")
+_ERROR_LINE = re.compile(
+    r"^(?:\(\w+ pid=\d+\) ERROR [^\]]*\]|\[[^\]]*\])?\s*((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)): ?(.*)$"
+)
 
 
 def explain(log: str) -> tuple[str, str, str | None]:
@@ -82,7 +85,7 @@ def explain(log: str) -> tuple[str, str, str | None]:
 
     The last lines of a log are those of processes that die because another one did, so the first match counts.
     """
-    lines = log.splitlines()
+    lines = [line for line in log.splitlines() if " WARNING " not in line]
     for name, pattern, advice in DEATHS:
         for line in lines:
             if re.search(pattern, line):
@@ -191,7 +194,8 @@ class ServerProcess:
         self.stop()
         log = self.log.read_text(errors="replace")
         name, line, advice = explain(log)
-        tail = "\n    | ".join(log.splitlines()[-LAST_LINES:])
+        told = [line for line in log.splitlines() if "leaked" not in line]  # by bindings, at an abrupt end
+        tail = "\n    | ".join(told[-LAST_LINES:])
         return RedraftError(
             what,
             where=self.log,

@@ -54,7 +54,8 @@ class TargetParams(Section):
     """The model that is served."""
 
     source: str
-    """`wheel:NAME==VERSION` (holds a GGUF file), `fit:tiny` (fitted here), a folder, or a hub id `ORG/NAME`."""
+    """`wheel:NAME==VERSION` (holds a GGUF file), `fit:tiny`, `fit:kimi-tiny` or `fit:kimi-int4` (fitted here), a
+    folder, or a hub id `ORG/NAME`."""
     sha256: str | None = None
     """Of the wheel; required for `wheel:`."""
     revision: str | None = None
@@ -314,6 +315,26 @@ class BenchParams(Section):
     """By concurrency, the ratio over plain decoding below which the stage fails once its figures are written."""
 
 
+class PlanParams(Section):
+    """Optional. Sizes for `redraft plan` where no config.json of target and donor is at hand; where one is, they have
+    to be the same."""
+
+    hidden_size: Positive
+    """H of the target."""
+    vocab_size: Positive
+    """V of the target."""
+    num_hidden_layers: Positive
+    """Decoder layers of the target."""
+    intermediate_size: Positive
+    """Width of the drafter's MLP."""
+    num_attention_heads: Positive
+    """Query heads of the drafter."""
+    num_key_value_heads: Positive
+    """Key and value heads of the drafter."""
+    head_dim: Positive
+    """Features of a head of the drafter."""
+
+
 class Profile(Section):
     """`profiles/<name>.yaml`: what describes a target."""
 
@@ -327,6 +348,7 @@ class Profile(Section):
     engine: EngineParams
     probe: ProbeParams
     bench: BenchParams
+    plan: PlanParams | None = None
 
     @model_validator(mode="after")
     def _rows_hold_documents(self) -> "Profile":

@@ -50,7 +50,7 @@ def pack_diagnostic(states: States) -> dict[str, Tensor]:
     return {
         name: each.to(torch.bfloat16, copy=True) if each.is_floating_point() else each
         for name, each in states.items()
-        if name not in ("top_ids", "top_logits")
+        if name not in ("top_ids", "top_logits") or "final" not in states
     }
 
 
@@ -59,7 +59,8 @@ def read_diagnostic(manifest: dict[str, Any], heldout: Corpus) -> dict[str, Tens
 
     Returns:
         `input_ids` int32 [T], `loss_mask` uint8 [T], `offsets` int64 [D+1], `greedy` int32 [T]; bf16 [T, H] each:
-        `layer_<i>`, the inputs of the layers around the aux layers, `unnormed` and `final`. Empty if there is none.
+        `layer_<i>`, the inputs of the layers around the aux layers, `unnormed` and `final`, or what the engine has in
+        place of `final`. Empty if there is none.
 
     Raises:
         RedraftError: it is not in the store.

@@ -27,7 +27,7 @@ from redraft.frame.files import open_tensors
 
 PATTERNS = {
     "SpecForge": ("*.ckpt", "*.ckpt.gz"),
-    "speculators": ("hs_*.safetensors",),
+    "speculators": ("*.safetensors",),
     "speculators, old": ("data_*.pt",),
 }
 """By tool, names of its files."""

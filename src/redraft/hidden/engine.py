@@ -51,6 +51,8 @@ class Source:
     """A target, and the engine that its states come from."""
 
     opening: Opening
+    checker: Opening | None
+    """What some documents are extracted with again, usually the same; None where nothing can."""
     target: str
     """`target_hash` of its folder."""
     head: Tensor

@@ -4,13 +4,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redraft.frame.profile import ExtractParams, Profile
+import psutil
+import torch
+
+from redraft.frame.extraction import ExtractParams
+from redraft.frame.profile import Profile
+from redraft.frame.progress import note
 from redraft.hidden import dumps, in_process, vllm
-from redraft.hidden.engine import Source
+from redraft.hidden.engine import Opening, Source
 from redraft.hidden.pool import require_room
 from redraft.hidden.run import Corpora, Manifest, Run
 from redraft.target.config import aux_layers_of, read_config
 from redraft.target.ends import read_ends, target_hash
+from redraft.target.folder import weights_folder
+from redraft.target.weights import weight_files
 
 OPENINGS = {"transformers": in_process.opening, "vllm": vllm.opening, "import": dumps.opening}
 
@@ -30,14 +37,27 @@ class Extracted:
 def extract_folder(folder: Path, corpora: Corpora, profile: Profile, like: Manifest | None = None) -> Extracted:
     """The hidden states of the target in `folder` over `corpora`, by the profile's engine. See `extract`."""
     config = read_config(folder, profile.target.trust_remote_code)
+    opening = OPENINGS[profile.extract.engine](folder, profile)
     source = Source(
-        opening=OPENINGS[profile.extract.engine](folder, profile),
+        opening=opening,
+        checker=opening if profile.extract.engine != "import" else _loaded_here(folder, profile),
         target=target_hash(folder),
         head=read_ends(folder).head,
         aux_layers=aux_layers_of(config, profile.target.aux_layers),
         depth=config.get_text_config().num_hidden_layers,
     )
     return extract(source, corpora, profile.extract, like)
+
+
+def _loaded_here(folder: Path, profile: Profile) -> Opening | None:
+    """What a dump is held against: the target in this process, where memory holds it."""
+    size = 2 * sum(file.stat().st_size for file in weight_files(weights_folder(folder)))  # fp32 where bf16 is slow
+    gpus = (torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count()))
+    room = psutil.virtual_memory().available + sum(gpus)
+    if size <= room:
+        return in_process.opening(folder, profile)
+    note(f"warning: no dump is rechecked: the target takes {size / 1e9:.0f} GB here, of {room / 1e9:.0f} GB")
+    return None
 
 
 def extract(source: Source, corpora: Corpora, params: ExtractParams, like: Manifest | None = None) -> Extracted:
@@ -63,6 +83,13 @@ def extract(source: Source, corpora: Corpora, params: ExtractParams, like: Manif
             require_room(run.pool.folder, run.bytes_needed())
             with source.opening.open(run.layers()) as engine:
                 run.make(engine)
+                if source.checker is source.opening:
+                    run.check(engine)
+            if source.checker is None:
+                run.leave_unchecked()
+            elif source.checker is not source.opening:
+                with source.checker.open(source.aux_layers) as other:
+                    run.check(other)
         return Extracted(run.manifest(), run.made_tokens, run.seconds)
 
 
@@ -78,9 +105,10 @@ def summary(manifest: Manifest) -> dict[str, Any]:
         for name, split in splits.items()
     }
     total = {name: sum(shard[name] for shard in manifest["shards"]) for name in ("tokens", "bytes")}
+    rechecked = [split["recheck_difference"] for split in splits.values()]
     return {
         **rows,
         "bytes_per_token": round(total["bytes"] / total["tokens"]),
         "diagnostic_positions": manifest.get("diagnostic", {}).get("positions", 0),
-        "recheck_difference": max(split["recheck_difference"] for split in splits.values()),
+        "recheck_difference": None if None in rechecked else max(rechecked),
     }

@@ -16,17 +16,14 @@ T tokens, H hidden size, L aux layers, F tokens whose final state is kept. Tenso
 All have a row for every token, but for `final` under `scored`.
 """
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from redraft.frame.advice import rerun
 from redraft.frame.errors import RedraftError
+from redraft.hidden.sizes import TOP
 
-TOP = 64
-"""Logits kept of a token under `top64`; fewer where the vocabulary has fewer."""
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 """448: what the largest value of a token and layer is scaled to."""
@@ -35,21 +32,6 @@ LEAST_SCALE = 2.0**-120
 STATES = ("aux", "final", "top_ids", "top_logits")
 PART = 256
 """Tokens whose logits over the full vocabulary are held at once."""
-
-
-def token_bytes(hidden: int, aux: int, kept: str, law: str, scored: float = 1.0) -> int:
-    """Bytes of states a token, ids and offsets not counted.
-
-    Args:
-        hidden: H.
-        aux: L.
-        kept: `extract.format`.
-        law: `extract.law`.
-        scored: share of the tokens that `scored_positions` marks.
-    """
-    state = 2 * hidden if kept == "bf16" else hidden + 4
-    of_law = {"states": state, "scored": 1 + math.ceil(scored * state), "top64": TOP * (4 + 2)}
-    return aux * state + of_law[law]
 
 
 def scored_positions(loss_mask: Tensor) -> Tensor:

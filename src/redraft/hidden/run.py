@@ -17,7 +17,7 @@ from redraft.frame.progress import counter, note
 from redraft.frame.store import fingerprint
 from redraft.hidden.diagnostic import chosen_documents, layers_around, measurable, pack_diagnostic
 from redraft.hidden.engine import Engine, Source, States
-from redraft.hidden.formats import packed, token_bytes, unpacked
+from redraft.hidden.formats import packed, unpacked
 from redraft.hidden.pool import (
     DIAGNOSTIC,
     FORMAT,
@@ -30,6 +30,7 @@ from redraft.hidden.pool import (
 )  # fmt: skip
 from redraft.hidden.reading import ShardFile
 from redraft.hidden.shards import Shard, remove_shard, shard_name, write_shard
+from redraft.hidden.sizes import token_bytes
 
 Corpora = Mapping[str, Corpus]
 Manifest = dict[str, Any]
@@ -111,8 +112,12 @@ class Run:
 
     @property
     def unchecked(self) -> list[_Split]:
-        """Splits of which no sample was extracted again yet."""
-        return [split for split in self.splits if not self.pool.record(split.fingerprint)]
+        """Splits of which no sample was extracted again yet, or of which something was made since."""
+        return [
+            split
+            for split in self.splits
+            if not self.pool.record(split.fingerprint) or any(self.places[key][0] in self.made for key in split.keys)
+        ]
 
     def _token_bytes(self) -> int:
         greedy = 4
@@ -136,13 +141,21 @@ class Run:
         return sorted({*self.source.aux_layers, *around})
 
     def make(self, engine: Engine) -> None:
-        """Make what is missing, and extract some samples again."""
+        """Make what is missing."""
         self._fill(engine)
         if self.diagnostic_missing:
             self._make_diagnostic(engine)
+
+    def check(self, engine: Engine) -> None:
+        """Extract some samples of every split again."""
         for split in self.unchecked:
             worst = self._recheck(engine, split) if self.params.recheck else 0.0
             self.pool.keep(split.fingerprint, {"recheck_difference": round(worst, 6)})
+
+    def leave_unchecked(self) -> None:
+        """Say that no sample was extracted again."""
+        for split in self.unchecked:
+            self.pool.keep(split.fingerprint, {"recheck_difference": None})
 
     def _fill(self, engine: Engine) -> None:
         """Write every missing shard as soon as its documents are there, in a thread: the target does not wait."""

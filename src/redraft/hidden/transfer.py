@@ -83,6 +83,7 @@ def take_states(path: Path, seconds: float) -> dict[str, Tensor]:
 
     Raises:
         TransferError: no lock, no file behind it, or one that is no safetensors file with these two, in `seconds`.
+        RedraftError: it cannot be removed.
     """
     lock, end = path.with_name(path.name + ".lock"), time.monotonic() + seconds
     try:
@@ -97,9 +98,21 @@ def take_states(path: Path, seconds: float) -> dict[str, Tensor]:
     except (SafetensorError, OSError) as error:
         raise TransferError(f"{path}: {error}") from error
     finally:
+        _remove(path, lock)
+
+
+def _remove(path: Path, lock: Path) -> None:
+    try:
         for each in (path, lock):
-            with suppress(OSError):
-                each.unlink(missing_ok=True)
+            each.unlink(missing_ok=True)
+    except OSError as error:
+        raise RedraftError(
+            "A file of states cannot be removed, so the folder would fill.",
+            where=path,
+            found=error.strerror,
+            cause="the server writes as another user",
+            fix="run both as one user, or give the folder's group the right to write, without the sticky bit",
+        ) from error
 
 
 def _await_lock(lock: Path, end: float) -> None:

@@ -36,6 +36,8 @@ PATH = "/v1/completions"
 PROBE_TOKENS = 16
 DEATH_SECONDS = 1.0
 """A connection breaks a little before its process is gone."""
+ALIKE = 0.1
+"""Relative difference that two servers may have: rounding in bf16 is a few hundredths, the next layer some tenths."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 _BUSY = (408, 429)
 _ROWS = 256
@@ -59,7 +61,7 @@ def opening(folder: Path, profile: Profile) -> Opening:
     @contextmanager
     def opened(layers: Sequence[int]) -> Iterator[Engine]:
         ends, facts = read_ends(folder), read_facts(folder)
-        norm = final_norm(folder, ends.norm, bool(profile.target.trust_remote_code))
+        norm = final_norm(folder, ends.norm, profile.target.trust_remote_code)
         servers = StateServers(folder, facts, profile, release, layers)
         try:
             yield VllmEngine(servers, ends, norm)
@@ -95,7 +97,8 @@ class VllmEngine:
         top64 = self.servers.profile.extract.law == "top64"
         self.servers.require([*sorted(set(layers) - {0}), self.depth], [self.depth] if top64 else [])
         self._check_lengths(jobs)
-        self._probe(jobs[0].ids[:PROBE_TOKENS], top64)
+        ids = jobs[0].ids.repeat(PROBE_TOKENS)  # never one token first: vLLM 0.32 for CPUs dies of that in bf16 on AMX
+        self._probe(ids[: min(PROBE_TOKENS, *(server.longest for server in self.servers.servers))], top64)
         for job, reply in self._replies(jobs):
             yield job.group, job.place, self._finished(job, reply, layers, around)
 
@@ -112,16 +115,18 @@ class VllmEngine:
             )
 
     def _probe(self, ids: Tensor, top64: bool) -> None:
-        """Ask every server for a few tokens: how many states does it give?"""
-        self.final = self.depth in self.servers.layers
+        """Ask every server for a few tokens: how many states does it give, and do servers agree?"""
+        self.final, layers = self.depth in self.servers.layers, self.servers.layers
+        first: Tensor | None = None
         for server in self.servers.servers:
-            found, expected = self._count(server, Asked(0, 0, ids)), len(self.servers.layers)
-            one_fewer = found == expected - 1 and self.depth in self.servers.layers
-            if found != expected and not (one_fewer and top64):
+            states = self._patiently(server, Asked(0, 0, ids))
+            found = states.shape[1] if states.ndim == 3 else 0
+            one_fewer = found == len(layers) - 1 and self.depth in layers
+            if found != len(layers) and not (one_fewer and top64):
                 raise RedraftError(
                     "The server gives another number of states than it was asked for.",
                     where=server.name,
-                    expected=f"{expected}: {list(self.servers.layers)}",
+                    expected=f"{len(layers)}: {list(layers)}",
                     found=found,
                     cause="this release lacks the state after the last layer (vllm-project/vllm#46788)"
                     if one_fewer
@@ -131,13 +136,22 @@ class VllmEngine:
                     else f"correct {SECTION}.layers, or launch it with them",
                 )
             self.final = self.final and not one_fewer
+            first = states.float() if first is None else first
+            if first.shape != states.shape or (apart := float((states - first).norm() / first.norm())) > ALIKE:
+                raise RedraftError(
+                    "The servers give different states of the same tokens.",
+                    where=f"{self.servers.servers[0].name} and {server.name}",
+                    expected=f"one shape, and a relative difference of at most {ALIKE}",
+                    found=f"{list(first.shape)} and {list(states.shape)}"
+                    + (f", difference {apart:.3g}" if first.shape == states.shape else ""),
+                    cause="they were launched with different layers, or serve different weights",
+                )
 
-    def _count(self, server: StateServer, job: Asked) -> int:
-        """States in the file of one document."""
+    def _patiently(self, server: StateServer, job: Asked) -> Tensor:
+        """The states in the file of one document, asked for as often as any."""
         while True:
             try:
-                shape = self.ask(server, job, law=False)[1]["hidden_states"].shape
-                return shape[1] if len(shape) == 3 else 0
+                return self.ask(server, job, law=False)[1]["hidden_states"].clone()
             except (ReplyError, TransferError) as fault:
                 self._require_hope(server, job, fault)
                 job = job.again
@@ -253,10 +267,12 @@ class VllmEngine:
             return {**states, "top_ids": ids, "top_logits": logits, "greedy": ids[:, 0].clone()}
         unnormed = reply.states[self.depth]
         final = self.norm(unnormed)
-        parts = [part.to(self.head) @ self.head.T for part in final.split(_ROWS)]
-        self._check_token(job, parts[-1][-1].float().cpu(), reply.token)
-        greedy = torch.cat([part.argmax(-1) for part in parts]).int().cpu()
-        return {**states, **({"unnormed": unnormed} if around else {}), "final": final, "greedy": greedy}
+        best = []
+        for part in final.split(_ROWS):  # all logits of a document at once are gigabytes
+            logits = part.to(self.head) @ self.head.T
+            best.append(logits.argmax(-1).int().cpu())
+        self._check_token(job, logits[-1].float().cpu(), reply.token)
+        return {**states, **({"unnormed": unnormed} if around else {}), "final": final, "greedy": torch.cat(best)}
 
     def _check_token(self, job: Asked, logits: Tensor, token: int) -> None:
         """The token that the server generated must be the best one here, or as good within the states' rounding."""

@@ -190,8 +190,8 @@ class StateServers:
             port = free_port()
             devices = {"CUDA_VISIBLE_DEVICES": params.devices[number]} if params.devices else {}
             paths = os.pathsep.join(filter(None, [str(CONNECTOR), params.env.get("PYTHONPATH")]))
-            quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-            environment = {**quiet, **params.env, **devices, "PYTHONPATH": paths}
+            usual = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONFAULTHANDLER": "1"}
+            environment = {**usual, **params.env, **devices, "PYTHONPATH": paths}
             log = store_root() / "serve" / f"vllm-states-{number}.log"
             command = self.command("127.0.0.1", port, str(self.folder), layers)
             process = ServerProcess(command, environment, log, SECTION)

@@ -16,7 +16,7 @@ from redraft.frame.params import Config
 from redraft.preflight.look import require_described, require_memory
 from redraft.target.checkout import locate, require_used
 from redraft.target.config import aux_layers_at, require_served
-from redraft.target.facts import read_facts
+from redraft.target.facts import TargetFacts, read_facts
 from redraft.target.folder import TARGET_RECORD
 from redraft.target.weights import weight_files
 
@@ -52,8 +52,8 @@ def check(config: Config, root: Path, *, deep: bool = False) -> Checked:
     found = Checked(notes=[*left_over(config), *_outside_git(config, root)])
     target = _target_folder(config, root)
     found.look("data", lambda: _data(config, root))
-    found.look("target", lambda: _target(config, target))
-    found.look("donor", lambda: _donor(config, target))
+    found.look("target", lambda: _target(config, target, found.notes))
+    found.look("donor", lambda: _donor(config, target, found.notes))
     found.look("tokenizer", lambda: _tokenizers(config, target, found.notes, deep))
     if deep and target and not found.faults:
         found.look("draft vocabulary", lambda: _vocabulary(config, target))
@@ -163,7 +163,7 @@ def _hidden(target: Path | None) -> int:
         return 0
 
 
-def _target(config: Config, folder: Path | None) -> str:
+def _target(config: Config, folder: Path | None, notes: list[str]) -> str:
     params, source = config.profile.target, config.profile.target.source
     require_used(params)
     made = source.startswith(("wheel:", "fit:"))
@@ -175,6 +175,7 @@ def _target(config: Config, folder: Path | None) -> str:
         require_served(folder)
         weight_files(folder)
     facts = require_described(folder, config)
+    notes += _unserved(aux_layers_at(facts.depth, params.aux_layers), facts)
     require_memory(folder, _bytes(folder), config)
     return f"{facts.architecture or '?'}, {facts.depth} layers, hidden {facts.hidden}, V {facts.vocab}"
 
@@ -186,7 +187,21 @@ def _bytes(folder: Path) -> int:
     return recorded or sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def _donor(config: Config, target: Path | None) -> str:
+def _unserved(layers: tuple[int, ...], facts: TargetFacts) -> list[str]:
+    """What is to be known of layers that not even the newest release captures: an export alone is refused."""
+    from redraft.preflight.releases import NEWEST, able_releases
+
+    able = able_releases(layers, facts.depth, facts.architecture)
+    if able is not None and able.endswith(str(NEWEST)):
+        return []
+    return [
+        f"target.aux_layers {list(layers)}: "
+        + (f"SGLang {able} alone captures" if able else "no release of SGLang that was read captures")
+        + " inputs of these layers of such a target; the engine torch and vLLM do"
+    ]
+
+
+def _donor(config: Config, target: Path | None, notes: list[str]) -> str:
     donor = config.profile.donor
     if donor.source == "train":
         return f"trained here on data/{config.params.profile}/donor.jsonl"
@@ -200,7 +215,9 @@ def _donor(config: Config, target: Path | None) -> str:
     if target is not None:
         facts = read_facts(target)
         fields = SimpleNamespace(**{"model_type": "?", **facts.fields, "architectures": [facts.architecture]})
-        require_fit(parts, folder, fields, aux_layers_at(facts.depth, config.profile.target.aux_layers))
+        chosen = config.profile.target.aux_layers
+        layers = aux_layers_at(facts.depth, chosen)
+        require_fit(parts, folder, fields, layers, named=chosen is not None, tell=notes.append)
     return f"{len(parts.mapping)} slots, {parts.mapping.order}"
 
 

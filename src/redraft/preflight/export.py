@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from redraft.drafter.checkpoint import export_speculators, read_checkpoint, read_parts, write_parts
-from redraft.drafter.config import config_json
+from redraft.drafter.config import config_json, part, written_ids
 from redraft.drafter.donor import tell_embedding
 from redraft.drafter.files import RECORD
-from redraft.drafter.layers import numbers
+from redraft.drafter.layers import ids_of, nested_ids, numbers
 from redraft.frame import atomic
 from redraft.frame.errors import RedraftError
+from redraft.frame.store import fingerprint
 from redraft.preflight.card import Made, card
-from redraft.preflight.facts import Finding
+from redraft.preflight.facts import Finding, object_or_reason, trained_layers
 from redraft.preflight.lint import lint, require_clean
 from redraft.preflight.releases import Release, ids_that_capture
 from redraft.preflight.rules_server import target_of_training
@@ -93,6 +94,36 @@ def export_sglang(
         made = Made(written, served, source_of(target), release, layers, ids, context, own, notes)
         (partial / "README.md").write_text(card(made, checkpoint, output, metrics))
     return notes
+
+
+def for_release(drafter: Path, target: Path, version: str, folder: Path) -> Path:
+    """A drafter of redraft as a release reads it: itself, or a copy of `config.json` with the release's layer ids.
+
+    Files name layers that do not start with 2 by the ids of the newest release, and older ones read them otherwise.
+    What else is wrong with them is for the preflight.
+
+    Args:
+        drafter: its folder.
+        target: target folder.
+        version: of SGLang.
+        folder: where copies lie, by release and drafter; their other files are links.
+    """
+    config, record = (object_or_reason(drafter / name) for name in ("config.json", RECORD))
+    layers = trained_layers(record, None) if isinstance(record, dict) else None
+    release, served = Release.parse(version), read_facts(target)
+    if layers is None or isinstance(config, str) or nested_ids(config) != written_ids(layers, target):
+        return drafter
+    ids = ids_of(layers, served.depth, served.architecture, release)
+    if ids in (None, nested_ids(config)):
+        return drafter
+    out = folder / fingerprint({"drafter": str(drafter.absolute()), "release": str(release)})
+    with atomic.folder(out) as partial:
+        for file in drafter.iterdir():
+            (partial / file.name).symlink_to(file.absolute())
+        (partial / "config.json").unlink()
+        own = {**part(config, "eagle_config"), "eagle_aux_hidden_state_layer_ids": ids}
+        atomic.write_json(partial / "config.json", {**config, "eagle_config": own})
+    return out
 
 
 def export_for_speculators(

@@ -120,14 +120,15 @@ def require_memory(folder: Path, size: int, config: Config) -> list[str]:
             where=folder,
             expected=told,
             found=f"{_gb(most)} of GPUs and RAM together",
-            fix="extract.engine: vllm and engine: sglang let servers hold it; or a machine with more",
+            fix="let servers hold it: extract.engine: vllm, engine: sglang, probe.parity: walk; or a larger machine",
         )
     return [f"{told}; {_gb(free)} of GPUs and RAM are free"] if needed > free else []
 
 
 def _in_process(config: Config) -> bool:
     """Whether a stage of this run loads the whole target."""
-    return config.profile.extract.engine == "transformers" or config.params.engine == "torch"
+    profile = config.profile
+    return profile.extract.engine == "transformers" or "torch" in (config.params.engine, profile.probe.parity)
 
 
 def _memory() -> tuple[int, int]:

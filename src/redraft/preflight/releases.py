@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
 
-from redraft.drafter.layers import NEWEST, last_layer, layers_of
+from redraft.drafter.layers import NEWEST, family, ids_of, last_layer, layers_of
 from redraft.frame.errors import RedraftError
 
 OLDEST = Version("0.5.5")
@@ -154,23 +154,36 @@ def captured(ids: Sequence[int] | None, depth: int, architecture: str, release: 
     return Captured(eager, default if release.graphs_forget_ids else eager)
 
 
+def able_releases(layers: Sequence[int], depth: int, architecture: str) -> str | None:
+    """The first and the last release that was read which captures the inputs of `layers`, in words; None: none does."""
+    releases = [Release.parse(f"0.5.{patch}") for patch in range(OLDEST.micro, NEWEST.micro + 1)]
+    hooked = [each for each in releases if each >= HOOKS.get(architecture, OLDEST)]
+    able = [each for each in hooked if _ids(layers, depth, architecture, each)]
+    return f"{able[0]} to {able[-1]}" if able else None
+
+
 def ids_that_capture(layers: Sequence[int], depth: int, architecture: str, release: Release) -> list[int]:
     """The ids with which a release captures the inputs of `layers`, ascending, with and without CUDA graphs.
 
     Raises:
         RedraftError: there are none.
     """
-    wanted = Captured(tuple(layers), tuple(layers))
-    last = last_layer(depth, architecture, release)
-    for ids in ([layer - 1 for layer in layers], list(layers)):
-        if ids[0] >= 0 and layers[-1] <= last and captured(ids, depth, architecture, release) == wanted:
-            return ids
+    if ids := _ids(layers, depth, architecture, release):
+        return ids
+    able = able_releases(layers, depth, architecture)
     raise RedraftError(
         f"SGLang {release} cannot capture the layers that this drafter was trained on.",
         where="eagle_aux_hidden_state_layer_ids",
         expected=f"inputs of layers {list(layers)} of {depth}, with and without CUDA graphs",
         cause="its CUDA graphs capture the default layers, whatever the ids"
         if release.graphs_forget_ids
-        else "a first layer below 2, or a last one that is no layer's input",
-        fix="serve with 0.5.11 or later" if release.graphs_forget_ids else "train on other aux layers",
+        else f"for such a target {family(architecture, release)}, up to "
+        f"layer {last_layer(depth, architecture, release)}",
+        fix=f"serve with {able}" if able else "no release that was read can: train on other aux layers",
     )
+
+
+def _ids(layers: Sequence[int], depth: int, architecture: str, release: Release) -> list[int] | None:
+    ids = ids_of(layers, depth, architecture, release)
+    layers = tuple(layers)
+    return ids if ids and captured(ids, depth, architecture, release) == Captured(layers, layers) else None

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from redraft.drafter.config import exported_layer_ids
+from redraft.drafter.config import written_ids
+from redraft.drafter.donor import one_off
 from redraft.drafter.files import RECORD
 from redraft.drafter.layers import declared_layers, nested_ids, numbers
 from redraft.drafter.parts import Parts
@@ -24,7 +25,7 @@ def carried_layers(
         tell: takes a line about what could not be told.
 
     Raises:
-        RedraftError: `given` are not the layers that the donor names.
+        RedraftError: `given` are not the layers that the donor names, nor these all one above or below.
     """
     nested, recorded = nested_ids(parts.fields), numbers(parts.record.get("aux_layers"), f"aux_layers in {RECORD}")
     known = None if recorded is None else tuple(recorded)
@@ -38,7 +39,10 @@ def carried_layers(
     if known is None and (target is not None or nested is None or nested[0] == 1):  # 1 first is the same to everyone
         facts = read_facts(target) if target is not None else None
         known = declared_layers(parts.fields, facts.architecture if facts else "", facts.depth if facts else 0)
-    if given is not None and known not in (None, tuple(given)):
+    off = given is not None and known is not None and one_off(known, given)
+    if off:
+        tell(f"note: {donor} names inputs of layers {list(known or ())}: {list(given or ())} are written, as given")
+    elif given is not None and known not in (None, tuple(given)):
         raise RedraftError(
             "The donor names other layers than those given.",
             where=donor / "config.json",
@@ -46,7 +50,7 @@ def carried_layers(
             found=f"inputs of layers {list(known or ())}",
         )
     layers = tuple(given) if given is not None else known
-    ids = exported_layer_ids(layers) if layers and layers[0] == 2 else nested
+    ids = written_ids(layers, target) if layers and (layers[0] == 2 or off or nested is None) else nested
     if layers is None and nested is not None:
         tell(
             f"note: which layers the ids {nested} of {donor} mean depends on its target: they are kept as they are. "

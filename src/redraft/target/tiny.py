@@ -45,6 +45,7 @@ _HABITS = {
         "printer": ("a glass plate", "quiet office", "puts ink on the paper"),
     },
 }
+SUBJECTS = tuple(_HABITS)
 _ASK = (
     "Tell me about the {name}.",
     "What is a {name}?",
@@ -82,7 +83,7 @@ def fit_tiny(out: Path, seed: int = 0, config: Any = None) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     transformers = offline_transformers()
-    texts = [answer for subject in _HABITS for pair in chats(subject) for answer in pair]
+    texts = [answer for subject in SUBJECTS for pair in chats(subject) for answer in pair]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -97,23 +98,27 @@ def fit_tiny(out: Path, seed: int = 0, config: Any = None) -> None:
 
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config or tiny_llama())
-    rows = [_row(tokenizer, question, answer) for subject in _HABITS for question, answer in chats(subject)]
+    fit_rows(model, [_row(tokenizer, question, answer) for subject in SUBJECTS for question, answer in chats(subject)])
+    model.generation_config.eos_token_id = 2
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def fit_rows(model: Any, rows: list[list[int]], pad: int = 0, size: int = BATCH) -> None:
+    """Fit `model` to rows of ids, which `pad` fills to one length, `size` of them a step."""
     length = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
+    ids = torch.tensor([row + [pad] * (length - len(row)) for row in rows])
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=STEPS, pct_start=0.1)
     for _ in progress(range(STEPS), "fit the tiny target", "step"):
-        batch = ids[torch.randint(len(ids), (BATCH,))]
-        logits = model(batch, attention_mask=(batch != 0).long()).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), ignore_index=0)
+        batch = ids[torch.randint(len(ids), (size,))]
+        logits = model(batch, attention_mask=(batch != pad).long()).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten(), ignore_index=pad)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    model.generation_config.eos_token_id = 2
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
 
 
 def _row(tokenizer: object, question: str, answer: str) -> list[int]:

@@ -106,8 +106,12 @@ def alternatives(
 ) -> Iterator[tuple[str, Measured]]:
     """Measure the diagnostic shard as it is (`as it is`), then with each known fault undone.
 
+    Nothing where an engine gave no final states: most faults could not be told from one another.
+
     The checkpoint's own drafter stays where it is: on a GPU a copy is measured, and gone afterwards.
     """
+    if "final" not in shard:
+        return
     device = compute_device()
     drafter = checkpoint.drafter if device.type == "cpu" else deepcopy(checkpoint.drafter).to(device)
     ids = checkpoint.mapping.ids
@@ -150,6 +154,8 @@ def alternatives(
 
 def diagnose(found: dict[str, Measured]) -> str | None:
     """The alternative that explains the fault: the best accuracy, at least `LEAST_GAIN` times as good, at less loss."""
+    if not found:
+        return None
     known = {name: (each.accuracy or 0.0, math.inf if each.loss is None else each.loss) for name, each in found.items()}
     name, best = max(known.items(), key=lambda item: (item[1][0], -item[1][1]))
     accuracy, loss = known["as it is"]
@@ -186,7 +192,12 @@ def check(
         "The numbers before the first step cannot be right.",
         where=f"held-out documents, init: {init}",
         found=wrong,
-        cause=cause or "none of the faults tried explains it: a drafter or an embedding of another target is left",
+        cause=cause
+        or (
+            "none of the faults tried explains it: a drafter or an embedding of another target is left"
+            if found
+            else "not tried: the engine that the states came from gives no final states"
+        ),
         fix="mend the data path; gate: warn in params.yaml trains all the same. Tried on the diagnostic shard: "
         + table,
     )

@@ -235,6 +235,12 @@ def evaluate(module: nn.Module, rows: PackedRows, params: FitParams, accelerator
     return measured.found(accelerator)
 
 
+def clustered(pairs: Tensor) -> tuple[Measure, Measure]:
+    """sum(pairs[0]) / sum(pairs[1]) over clusters [2, R], and its 95 % half width, see `Measurement`."""
+    above, below = pairs.sum(1).tolist()
+    return _ratio(above, below), _half_width(pairs)
+
+
 def _half_width(pairs: Tensor) -> Measure:
     """95 % half width of sum(pairs[0]) / sum(pairs[1]) over clusters [2, R]; None of fewer than two."""
     sums, counts = pairs

@@ -84,7 +84,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.send({"error": "told to"}, int(fault))
         if body.get("prompt_logprobs", 0) > self.server.options.max_logprobs:
             return self.send({"error": "Requested prompt logprobs of 64, greater than max allowed"}, 400)
-        path = self.server.folder / f"cmpl-{number}.safetensors"
+        path = self.server.folder / f"cmpl-{os.getpid()}-{number}.safetensors"
         reply = self._answer(body, fault, path)
         return self.send(reply)
 

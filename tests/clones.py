@@ -1,0 +1,55 @@
+"""The working tree as a repository of its own, where real `dvc` runs the stages with the clone's own code."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_in(cwd: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with the clone's own code."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("DVC_", "MLFLOW_", "REDRAFT_"))
+    }
+    # the clone's own code, with bytecode on: __pycache__ must not make a stage stale
+    environment |= {"PATH": path, "PYTHONPATH": str(cwd / "src"), "PYTHONDONTWRITEBYTECODE": ""}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def shell(*command: str, cwd: Path) -> str:
+    done = run_in(cwd, *command)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout + done.stderr
+
+
+def clone_of(folder: Path, profile: str) -> Path:
+    """A clone in `folder` of the working tree, changes and all, with `profile` in params.yaml."""
+    shell("git", "clone", "--quiet", str(ROOT), str(folder), cwd=ROOT)
+    changed = subprocess.run(
+        ["git", "ls-files", "--modified", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in changed.stdout.splitlines():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).unlink(missing_ok=True)
+        if (ROOT / name).exists():
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+    params = folder / "params.yaml"
+    params.write_text(params.read_text().replace("profile: smollm ", f"profile: {profile} "))
+    return folder
+
+
+def metrics(folder: Path, stage: str) -> dict[str, object]:
+    return json.loads((folder / "metrics" / f"{stage}.json").read_text())
+
+
+def ran(text: str) -> list[str]:
+    """The stages that `dvc repro` or `dvc exp run` ran."""
+    return [line.split("'")[1] for line in text.splitlines() if line.startswith("Running stage")]
