@@ -15,6 +15,7 @@ from conftest import HIDDEN, LAYERS, ROOT, VOCAB, llama, save_target
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from test_hidden import corpus_from
 from torch import Tensor
 
 from redraft.corpus.build import tokenize_file
@@ -28,7 +29,7 @@ from redraft.hidden.dump_files import dump_files, read_dump
 from redraft.hidden.dump_index import DumpIndex
 from redraft.hidden.dumps import opening
 from redraft.hidden.engine import States
-from redraft.hidden.extract import extract_folder
+from redraft.hidden.extract import extract_folder, summary
 from redraft.hidden.in_process import forward
 from redraft.hidden.rows import HiddenStates
 from redraft.target.model import Target, load_target
@@ -105,7 +106,7 @@ WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
 
 def profile_of(dump: Path, law: str = "states", name: str = "tiny", **changes: Any) -> Profile:
     values = load_profile(name, ROOT).model_dump()
-    dumps = {"folder": str(dump), "layers": list(AUX), "final": "normed", "engine": "specforge", "release": "0.2.0"}
+    dumps = {"folder": str(dump), "layers": list(AUX), "final": "normed", "release": "SpecForge 0.2"}
     values["extract"] |= {"engine": "import", "law": law, "dumps": {**dumps, "dtype": "fp32", **changes}}
     return validate(Profile, values, Path("tiny"))
 
@@ -179,7 +180,7 @@ def test_the_identity_is_of_files_and_of_what_the_profile_says(llama_folder: Pat
     moved = dump.rename(dump.parent / "moved")
     assert identity(folder=str(moved)) == one
     moved.rename(dump)
-    for changes in ({"layers": [1, 2, 4, 5]}, {"final": "unnormed"}, {"release": "0.1"}, {"engine": "me"}):
+    for changes in ({"layers": [1, 2, 4, 5]}, {"final": "unnormed"}, {"release": "SpecForge 0.1"}):
         assert identity(**changes) != one
     path = dump_files(dump)[1]
     content = bytearray(path.read_bytes())
@@ -287,7 +288,7 @@ def _spoilt(held: dict[str, Any], **changes: Any) -> bytes:
 
 SPOILT: dict[str, tuple[Callable[[bytes, dict[str, Any]], bytes], str]] = {
     "code": (lambda _, held: _spoilt(held, more=_Evil()), "other things than tensors"),
-    "a plain pickle": (lambda _, held: pickle.dumps(_Evil()), "cannot be read"),
+    "a plain pickle": (lambda _, held: pickle.dumps(_Evil(), 2), "cannot be read"),
     "cut": (lambda raw, _: raw[: len(raw) // 2], "cannot be read"),
     "cut at the end": (lambda raw, _: raw[:-10], "cannot be read"),
     "empty": (lambda raw, _: b"", "cannot be read"),
@@ -419,6 +420,7 @@ def test_the_stage_makes_the_same_of_a_dump_as_of_the_target(
         extract_folder(tiny_folder, corpora, each).manifest for each in (given, validate(Profile, values, Path("tiny")))
     ]
     assert made[0]["states"] != made[1]["states"]
+    assert 0 < summary(made[0])["recheck_difference"] < 0.05
     for split, each in corpora.items():
         one, other = (HiddenStates(manifest, split, each) for manifest in made)
         for place in range(len(each)):
@@ -429,6 +431,15 @@ def test_the_stage_makes_the_same_of_a_dump_as_of_the_target(
             apart = (mine["aux"].float() - its["aux"].float()).norm() / its["aux"].float().norm()
             assert apart < 2e-2, (split, place)  # bf16 where the machine multiplies it
     assert read_diagnostic(made[0], corpora["heldout"])["unnormed"].ndim == 2
+
+
+def test_layers_that_are_named_one_too_high_are_found_by_the_target(
+    target: Target, llama_folder: Path, tmp_path: Path, store: Path
+) -> None:
+    dump = specforge(target, tmp_path / "dump", DOCUMENTS, layers=(1, 3, 4))
+    corpora = {"train": corpus_from({str(n): (ids, []) for n, ids in enumerate(DOCUMENTS)})}
+    with pytest.raises(RedraftError, match="differs"):
+        extract_folder(llama_folder, corpora, profile_of(dump))
 
 
 # the index, for any ids

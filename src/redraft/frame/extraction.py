@@ -7,12 +7,6 @@ from pydantic import AfterValidator, Field, model_validator
 from redraft.frame.section import Above0, Count, Positive, Section, Settings, distinct
 
 
-def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
-    if list(layers) != sorted(set(layers)):
-        raise ValueError("ascending, every layer once")
-    return layers
-
-
 class StateServerParams(Section):
     """vLLM servers that give hidden states."""
 
@@ -59,22 +53,26 @@ class StateServerParams(Section):
         return self
 
 
+def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
+    if list(layers) != sorted(set(layers)):
+        raise ValueError("ascending, every layer once")
+    return layers
+
+
 class DumpParams(Section):
-    """Hidden states that another tool wrote: SpecForge or speculators."""
+    """Hidden states that another tool wrote; its files do not say which they are."""
 
     folder: str
-    """Where they lie, also in folders below: `*.ckpt`, `*.ckpt.gz`, `hs_*.safetensors` or `data_*.pt`."""
+    """With SpecForge's `*.ckpt` or `*.ckpt.gz`, or `*.safetensors` or `data_*.pt` of speculators, at any depth."""
     layers: Annotated[tuple[Count, ...], Field(min_length=1), AfterValidator(_ascending)]
-    """Aux layers that they hold, low to high, as inputs of layers, the last state not counted: no file says them.
-    SpecForge's ids and those in `data_*.pt` name outputs, so write one more; those of vLLM are inputs already."""
+    """States in a file, low to high, as inputs of layers, without the last one. SGLang, SpecForge and speculators'
+    `data_*.pt` name outputs of layers, which is one lower: their 1, 29, 57 is 2, 30, 58 here."""
     final: Literal["normed", "unnormed"]
-    """The last state: after the final norm (SpecForge), or before it (speculators with vLLM); the other is refused."""
-    engine: str
-    """What made them, for the record: `specforge`."""
+    """The last state: after the target's final norm (SpecForge) or before (speculators, vLLM)."""
     release: str
-    """Its release, and that of what it ran in: `0.2.0, sglang 0.5.9`; another one is another extraction."""
+    """What made them, for example `SpecForge 0.2, SGLang 0.5.9`; part of their identity."""
     dtype: Literal["bf16", "fp16", "fp32"]
-    """Of the states."""
+    """Of the states in the files."""
 
 
 class ExtractParams(Section):
@@ -103,9 +101,9 @@ class ExtractParams(Section):
     """Required by `engine: import`."""
 
     @model_validator(mode="after")
-    def _source_named(self) -> "ExtractParams":
-        if self.engine == "vllm" and self.server is None:
-            raise ValueError("engine: vllm needs the section server")
+    def _servers_named(self) -> "ExtractParams":
         if self.engine == "import" and self.dumps is None:
             raise ValueError("engine: import needs the section dumps")
+        if self.engine == "vllm" and self.server is None:
+            raise ValueError("engine: vllm needs the section server")
         return self

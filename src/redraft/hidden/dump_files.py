@@ -6,8 +6,9 @@
 | speculators since it asks a vLLM server | `hs_0.safetensors` | `token_ids` [T], `hidden_states` [T, n + 1, H], the last one before the final norm |
 | speculators before that | `data_0.pt` | `input_ids` [T], `hidden_states`: a list of n + 1 times [T, H] |
 
-Read in SpecForge's script of 2025-08 to 2026-09 and in speculators 0.2 to 0.9. Later SpecForge pads the ids on the right
-to the longest document of a batch, and dumps states for the padding too: T may be more than a document has.
+Read in SpecForge's script (commits 0168a59 and, later, f1424fb) and in speculators (03cdc10, and with servers 1db75b4).
+The later script of SpecForge pads the ids on the right to the longest document of a batch, and dumps states for the
+padding too: T may be more than a document has.
 """  # noqa: E501
 
 import gzip
@@ -26,7 +27,7 @@ from redraft.frame.files import open_tensors
 
 PATTERNS = {
     "SpecForge": ("*.ckpt", "*.ckpt.gz"),
-    "speculators": ("hs_*.safetensors",),
+    "speculators": ("*.safetensors",),
     "speculators, old": ("data_*.pt",),
 }
 """By tool, names of its files."""

@@ -53,13 +53,14 @@ def opening(folder: Path, profile: Profile) -> Opening:
     """
     params = profile.extract.dumps
     assert params is not None
-    files = dump_files(Path(params.folder))
+    root = Path(params.folder).expanduser()
+    files = dump_files(root)
 
     @contextmanager
     def opened(layers: Sequence[int]) -> Iterator[Engine]:
         facts, ends = read_facts(folder), read_ends(folder)
         _require_layers(params, facts, profile.target.aux_layers)
-        index = DumpIndex(Path(params.folder), files, facts.vocab)
+        index = DumpIndex(root, files, facts.vocab)
         norm = None
         if params.final == "unnormed" or facts.fields.get("model_type") in PLAIN:
             norm = final_norm(folder, ends.norm, bool(profile.target.trust_remote_code))
@@ -67,11 +68,11 @@ def opening(folder: Path, profile: Profile) -> Opening:
 
     identity = {
         "name": "import",
-        "release": f"{params.engine} {params.release}",
+        "release": params.release,
         "dtype": params.dtype,
         "layers": list(params.layers),
         "final": params.final,
-        "files": _digest(Path(params.folder), files),
+        "files": _digest(root, files),
     }
     return Opening(identity, opened)
 

@@ -100,11 +100,11 @@ def packed(
 
 
 def _top(states: dict[str, Tensor], head: Tensor | None) -> dict[str, Tensor]:
-    if "final" in states:
+    if "top_ids" in states:
+        ids, logits = states["top_ids"][:, :TOP].int(), states["top_logits"][:, :TOP]
+    else:
         assert head is not None
         ids, logits = top_logits(states["final"], head)
-    else:
-        ids, logits = states["top_ids"][:, :TOP].int(), states["top_logits"][:, :TOP]
     missed = (ids != states["greedy"][:, None]).all(1)
     if bool(missed.any()):
         raise RedraftError(

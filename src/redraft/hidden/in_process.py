@@ -1,6 +1,6 @@
 """Hidden states from transformers in this process, over all GPUs and the machine's memory where it needs them."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -12,6 +12,7 @@ from torch import Tensor
 from redraft.frame.device import resolve
 from redraft.frame.profile import Profile
 from redraft.hidden.engine import Opening, States
+from redraft.hidden.sizes import TOP
 from redraft.target.model import Target, load_target
 
 _ROWS = 256
@@ -31,7 +32,7 @@ def opening(folder: Path, profile: Profile) -> Opening:
             trust_remote_code=params.trust_remote_code,
             device_map="auto" if torch.cuda.device_count() > 1 else None,
         )
-        yield InProcess(target, profile.extract.batch_tokens)
+        yield InProcess(target, profile.extract.batch_tokens, TOP if profile.extract.law == "top64" else 0)
 
     release = f"{version('transformers')}, torch {version('torch').partition('+')[0]}"
     return Opening({"name": "transformers", "release": release, "dtype": dtype}, opened)
@@ -44,6 +45,8 @@ class InProcess:
     target: Target
     batch_tokens: int
     """Padded tokens of one forward, at most; one document may have more."""
+    top: int = 0
+    """Largest logits that are given besides, made where the head lies."""
 
     def states(
         self, groups: Sequence[Sequence[Tensor]], layers: Sequence[int], *, around: bool = False
@@ -59,14 +62,14 @@ class InProcess:
                         break
                     size += 1
                 batch = documents[done : done + size]
-                for place, states in enumerate(forward(self.target, batch, layers, around=around), done):
+                for place, states in enumerate(forward(self.target, batch, layers, around=around, top=self.top), done):
                     yield group, place, states
                 done += size
 
 
 @torch.inference_mode()
 def forward(
-    target: Target, documents: Sequence[Tensor], layers: Sequence[int], *, around: bool = False
+    target: Target, documents: Sequence[Tensor], layers: Sequence[int], *, around: bool = False, top: int = 0
 ) -> list[States]:
     """One forward over documents (ids [T] each), padded on the right; per document its `States`, views of the batch.
 
@@ -75,6 +78,7 @@ def forward(
         documents: ids.
         layers: inputs of layers.
         around: whether `unnormed` is wanted.
+        top: how many of the largest logits are wanted as `top_ids` and `top_logits`.
     """
     device = target.device
     padded = torch.zeros(len(documents), max(map(len, documents)), dtype=torch.int64)
@@ -92,7 +96,19 @@ def forward(
     whole["final"] = final.cpu()
     results = []
     for row, ids in enumerate(documents):
-        parts = final[row, : len(ids)].split(_ROWS)
-        greedy = torch.cat([target.logits(part).argmax(-1) for part in parts]).int().cpu()
-        results.append({**{name: states[row, : len(ids)] for name, states in whole.items()}, "greedy": greedy})
+        logits = map(target.logits, final[row, : len(ids)].split(_ROWS))
+        results.append({**{name: states[row, : len(ids)] for name, states in whole.items()}, **_law(logits, top)})
     return results
+
+
+def _law(logits: Iterable[Tensor], top: int) -> States:
+    """`greedy` of logits that come in parts [T, V], and with `top` the largest ones, where they lie."""
+    greedy, largest = [], []
+    for part in logits:
+        greedy.append(part.argmax(-1))
+        largest += [part.topk(min(top, part.shape[-1]))] if top else []
+    law = {"greedy": torch.cat(greedy).int().cpu()}
+    if top:
+        law["top_ids"] = torch.cat([each.indices for each in largest]).int().cpu()
+        law["top_logits"] = torch.cat([each.values for each in largest]).cpu()
+    return law
