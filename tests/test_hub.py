@@ -69,6 +69,8 @@ def config_of(
     }.items():
         assert old in text
         text = text.replace(old, new)
+    server = "server: {python: python, dtype: fp32, concurrency: 1, ready_seconds: 1, request_seconds: 1, retries: 0}"
+    text = text.replace("  engine: vllm ", f"  {server}\n  engine: vllm ")
     (root / "profiles/tiny.yaml").write_text(text)
     knobs_file = (ROOT / "params.yaml").read_text()
     (root / "params.yaml").write_text(knobs_file.replace("profile: smollm ", "profile: tiny "))
