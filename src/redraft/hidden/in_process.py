@@ -15,7 +15,7 @@ from redraft.hidden.engine import Opening, States
 from redraft.hidden.sizes import TOP
 from redraft.target.model import Target, load_target
 
-_ROWS = 256
+_ROWS = 512
 """Positions whose logits [V] are held at once."""
 
 
@@ -105,7 +105,9 @@ def _law(logits: Iterable[Tensor], top: int) -> States:
     """`greedy` of logits that come in parts [T, V], and with `top` the largest ones, where they lie."""
     greedy, largest = [], []
     for part in logits:
-        greedy.append(part.argmax(-1))
+        greedy.append(
+            part.max(-1).indices
+        )  # on CPUs three times as fast as argmax, which in bf16 costs a third of a forward
         largest += [part.topk(min(top, part.shape[-1]))] if top else []
     law = {"greedy": torch.cat(greedy).int().cpu()}
     if top:
