@@ -22,10 +22,11 @@ from redraft.corpus.corpus import Corpus
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import TargetParams
 from redraft.hidden import pool, shards
-from redraft.hidden.extract import extract
+from redraft.hidden.extract import extract, summary
+from redraft.hidden.in_process import InProcess
 from redraft.hidden.pool import FORMAT, groups
 from redraft.hidden.rows import HiddenStates, read_manifest
-from redraft.hidden.run import Manifest
+from redraft.hidden.run import Manifest, Run
 from redraft.hidden.shards import read_entry
 from redraft.target.ends import target_hash
 from redraft.target.model import Target, load_target
@@ -185,6 +186,53 @@ def test_checksums_are_compared_once(target: Target, store: Path, monkeypatch: p
         HiddenStates(manifest, "train", corpora["train"])
         extracted(target, corpora, PARAMS)
     assert len(compared) == len(set(compared)) >= 1
+
+
+def test_what_was_made_and_never_checked_is_checked_by_the_next_run(target: Target, store: Path) -> None:
+    """Killed between the writing of a shard that was lost and its check: the old record counts no more."""
+
+    class Wrong(InProcess):
+        def states(self, groups: Any, layers: Any, *, around: bool = False) -> Any:
+            for group, place, each in super().states(groups, layers, around=around):
+                yield (
+                    group,
+                    place,
+                    {name: 3 * state for name, state in each.items() if name != "greedy"} | {"greedy": each["greedy"]},
+                )
+
+    corpora = {"train": corpus_of(LENGTHS)}
+    source = source_of(target)
+    manifest = extract(source, corpora, PARAMS).manifest
+    files(manifest, store)[0].unlink()
+    wrong = replace(source.opening, open=lambda layers: nullcontext(Wrong(target, 40)))
+    run = Run(replace(source, opening=wrong, checker=wrong), PARAMS)
+    with run.pool.held():
+        run.take(corpora)
+        with wrong.open(()) as engine:
+            run.make(engine)  # and dies here
+    with pytest.raises(RedraftError, match="differs from the same sample"):
+        extract(source, corpora, PARAMS)
+    assert extract(source, corpora, PARAMS).manifest == manifest
+
+
+def test_no_check_is_no_difference_of_zero(target: Target, store: Path) -> None:
+    corpora = {"train": corpus_of(LENGTHS)}
+    unchecked = extracted(target, corpora, PARAMS.model_copy(update={"recheck": 0}))
+    assert summary(unchecked)["recheck_difference"] is None
+    assert summary(extracted(target, corpora, PARAMS))["recheck_difference"] is not None
+
+
+def test_a_store_that_may_only_be_read_can_be_used(
+    target: Target, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpora = {"train": corpus_of(LENGTHS)}
+    manifest = extracted(target, corpora, PARAMS)
+    HiddenStates(manifest, "train", corpora["train"])
+    before = store_files(store)
+    monkeypatch.setattr(pool.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(pool, "FileLock", lambda path: pytest.fail("locked"))
+    assert extracted(target, corpora, PARAMS) == manifest
+    assert store_files(store) == before
 
 
 def test_one_more_line_is_one_document_to_make(target: Target, store: Path) -> None:

@@ -74,6 +74,19 @@ def test_the_store_is_listed_verified_emptied_and_rebuilt(
     assert "0 damaged" in redraft(capsys, "verify")
 
     redraft(capsys, "rm", row["states"], code="These hidden states are used")
+    with pytest.MonkeyPatch.context() as patch:  # nobody can be asked: nothing is removed
+        (folder / "elsewhere").mkdir()
+        patch.setenv("REDRAFT_STORE", str(folder / ".store"))
+        patch.chdir(folder / "elsewhere")
+        redraft(capsys, "rm", "--stale", code="What uses the states cannot be told")
+    kept = Path(".dvc/cache/files").rename("away")
+    redraft(capsys, "rm", "--stale", code="What uses the states cannot be told")
+    kept.rename(".dvc/cache/files")
+    users = Path(".store/hidden") / row["states"] / "users"
+    other = users / "0123456789.json"
+    shutil.copy(next(users.glob("*.json")), other)
+    assert "workspace 01234567" in redraft(capsys, "ls")
+    other.unlink()
     subprocess.run(["git", "update-ref", "-d", "refs/heads/one"], **command)  # type: ignore[call-overload]
     assert json.loads(redraft(capsys, "ls", "--json"))["hidden"][0]["stale"]
     redraft(capsys, "rm", "--stale")

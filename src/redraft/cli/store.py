@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.cli.arguments import Commands, command
-from redraft.frame.errors import RedraftError
+from redraft.frame.errors import RedraftError, some
 
 MANIFEST = Path("artifacts/hidden/manifest.json")
 REFS = ("refs/heads", "refs/tags", "refs/remotes", "refs/exps")
@@ -37,21 +37,31 @@ def add_to(commands: Commands) -> None:
     again.set_defaults(run=_rebuild)
 
 
-def _manifests() -> dict[str, list[dict[str, Any]]]:
-    """The manifests of the workspace and of every branch, tag and experiment whose manifest DVC's cache has."""
+def _manifests() -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
+    """Manifests of the workspace, of running experiments, of every branch, tag and experiment; and whose is not here.
+
+    DVC's cache may lack what a branch names: nobody can tell then which shards it uses.
+    """
+    from redraft.frame.files import read_object
+
     found: dict[str, list[dict[str, Any]]] = {}
+    unread = [] if Path("dvc.yaml").is_file() else ["this folder, which is no project's root"]
     if MANIFEST.is_file():
-        found["workspace"] = [json.loads(MANIFEST.read_text())]
+        found["workspace"] = [read_object(MANIFEST)]
+    for path in Path(".dvc/tmp/exps").glob(f"*/{MANIFEST}"):
+        found.setdefault("running experiment", []).append(read_object(path))
     cache = _said(sys.executable, "-m", "dvc", "cache", "dir")
     refs = _said("git", "for-each-ref", "--format=%(refname)", *REFS).splitlines()
-    for ref in refs if cache else []:
-        lock = _said("git", "show", f"{ref}:dvc.lock")
+    for ref in refs:
+        lock = _said("git", "show", f"{ref}:./dvc.lock")
+        who = re.sub(r"^refs/(heads|tags|remotes)/", "", ref)
         for digest in re.findall(rf"path: {re.escape(str(MANIFEST))}\n\s+hash: md5\n\s+md5: (\w+)", lock):
             kept = Path(cache) / "files/md5" / digest[:2] / digest[2:]
             if kept.is_file():
-                who = re.sub(r"^refs/(heads|tags|remotes)/", "", ref)
-                found.setdefault(who, []).append(json.loads(kept.read_text()))
-    return found
+                found.setdefault(who, []).append(read_object(kept))
+            else:
+                unread.append(who)
+    return found, unread
 
 
 def _said(*words: str) -> str:
@@ -65,7 +75,7 @@ def _said(*words: str) -> str:
 def _holdings(names: list[str]) -> list[Any]:
     from redraft.hidden.holdings import holdings
 
-    found = holdings(_manifests())
+    found = holdings(_manifests()[0])
     unknown = set(names) - {each.pool.name for each in found}
     if unknown:
         raise RedraftError(
@@ -135,7 +145,14 @@ def _rm(arguments: argparse.Namespace) -> None:
         raise RedraftError(
             "Say what to remove.", where="redraft store rm", expected="names of `redraft store ls`, or --stale"
         )
-    freed = 0
+    freed, unread = 0, _manifests()[1]
+    if arguments.stale and unread and not arguments.force:
+        raise RedraftError(
+            "What uses the states cannot be told.",
+            where="redraft store rm --stale",
+            found=f"no manifest of {some(unread)} in DVC's cache",
+            fix="run it at the project's root, after dvc fetch --all-branches --all-tags; --force takes them as unused",
+        )
     for each in _holdings(arguments.names):
         if arguments.stale:
             freed += each.remove([shard.name for shard in each.stale]) if each.stale else 0
@@ -166,6 +183,8 @@ def _rebuild(arguments: argparse.Namespace) -> None:
         return
     corpora = {split: read_corpus(Path(f"artifacts/corpus/{split}.safetensors")) for split in manifest["splits"]}
     made = extract_folder(Path("artifacts/target"), corpora, profile, like=manifest).manifest
+    for split, told in made["splits"].items():  # another machine's check may have found another last digit
+        told["recheck_difference"] = manifest["splits"][split].get("recheck_difference")
     if made != manifest:
         raise RedraftError(
             "The states that this machine makes are not those of the manifest.",

@@ -24,8 +24,9 @@ def home() -> Path:
 
 
 def store_root() -> Path:
-    """`$REDRAFT_STORE`, else `.store` under `$DVC_ROOT` (the main workspace, also in temporary runs), else here."""
-    return Path(os.environ.get("REDRAFT_STORE") or Path(os.environ.get("DVC_ROOT", ".")) / ".store").resolve()
+    """`$REDRAFT_STORE`, else `.store`, under `$DVC_ROOT` (the main workspace, also in temporary runs), else here."""
+    root = Path(os.environ.get("DVC_ROOT", "."))
+    return (root / Path(os.environ.get("REDRAFT_STORE") or ".store").expanduser()).resolve()
 
 
 def fingerprint(identity: dict[str, Any]) -> str:

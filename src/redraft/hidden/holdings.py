@@ -1,6 +1,7 @@
 """What the store holds of hidden states, what of it a manifest names, and what nothing names any more."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,8 +11,8 @@ from redraft.frame.errors import RedraftError
 from redraft.frame.files import read_object
 from redraft.frame.progress import progress
 from redraft.frame.store import store_root
-from redraft.hidden.pool import Pool
-from redraft.hidden.shards import Shard, remove_shard, require_whole
+from redraft.hidden.pool import FORMAT, Pool
+from redraft.hidden.shards import Shard, read_entry, remove_shard, require_whole
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,14 @@ class Holding:
 
     def damaged(self) -> list[RedraftError]:
         """Compare the bytes of every shard anew; what is wrong."""
-        found = []
+        found = [
+            RedraftError("The entry of a shard cannot be read.", where=path)
+            for path in sorted(self.pool.folder.glob("*.json"))
+            if path.stem != "facts" and read_entry(path) is None
+        ]
         for shard in progress(self.shards.values(), f"verify {self.pool.name}", "shard"):
-            (self.pool.folder / f"{shard.name}.whole").unlink(missing_ok=True)
+            with suppress(OSError):  # of a store that may only be read
+                (self.pool.folder / f"{shard.name}.whole").unlink(missing_ok=True)
             try:
                 require_whole(self.pool.folder, shard)
             except RedraftError as error:
@@ -63,7 +69,7 @@ class Holding:
         with self.pool.held(wait=False):
             for name in names:
                 remove_shard(self.pool.folder, name)
-            if self.pool.shards():
+            if any(self.pool.folder.glob("*.safetensors")):
                 return before - self.bytes
             for path in sorted(self.pool.folder.rglob("*"), reverse=True):
                 path.rmdir() if path.is_dir() else path.unlink()
@@ -80,15 +86,23 @@ def holdings(manifests: Mapping[str, list[dict[str, Any]]]) -> list[Holding]:
     users: dict[str, dict[str, set[str]]] = {}
     for who, listed in manifests.items():
         for manifest in listed:
-            named = [*manifest.get("shards", []), *filter(None, [manifest.get("diagnostic")])]
-            for shard in named:
-                users.setdefault(manifest["states"], {}).setdefault(shard["name"], set()).add(who)
+            for name in names_of(manifest) if manifest.get("redraft") == FORMAT else []:  # others lie elsewhere
+                users.setdefault(manifest["states"], {}).setdefault(name, set()).add(who)
     found = []
     for path in sorted((store_root() / "hidden").glob("*/facts.json")):
         pool = Pool(read_object(path))
         if pool.name == path.parent.name:  # the folder of another store's layout is none of ours
-            found.append(Holding(pool, users.get(pool.name, {})))
+            mine = users.setdefault(pool.name, {})
+            for workspace, names in pool.users().items():
+                for name in names:
+                    mine.setdefault(name, set()).add(f"workspace {workspace[:8]}")
+            found.append(Holding(pool, mine))
     return found
+
+
+def names_of(manifest: dict[str, Any]) -> list[str]:
+    """Names of all shards that a manifest needs."""
+    return [shard["name"] for shard in (*manifest["shards"], *filter(None, [manifest.get("diagnostic")]))]
 
 
 def absent(manifest: dict[str, Any]) -> list[str]:

@@ -6,8 +6,9 @@ more in a corpus is one document to make, and packing, shard sizes and file name
 """
 
 import hashlib
+import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from redraft.frame import atomic
 from redraft.frame.errors import RedraftError
 from redraft.frame.files import read_object
 from redraft.frame.progress import note
-from redraft.frame.store import fingerprint, store_root
+from redraft.frame.store import fingerprint, store_root, workspace
 from redraft.hidden.formats import scored_positions
 from redraft.hidden.shards import Shard, read_entry, require_whole
 
@@ -80,6 +81,9 @@ class Pool:
         Raises:
             RedraftError: another one has it, without `wait`.
         """
+        if self.folder.is_dir() and not os.access(self.folder, os.W_OK):
+            yield  # of a store that may only be read, what is there can be used
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.folder.with_suffix(".lock"))
         try:
@@ -94,6 +98,9 @@ class Pool:
         try:
             for partial in self.folder.glob(".*.partial"):
                 partial.unlink()
+            for tensors in self.folder.glob("*.safetensors"):
+                if not tensors.with_suffix(".json").is_file():  # killed between a shard and its entry
+                    tensors.unlink()
             if not (self.folder / "facts.json").is_file():
                 atomic.write_json(self.folder / "facts.json", self.facts)
             yield
@@ -109,15 +116,18 @@ class Pool:
         """Whether a shard is there with its bytes; tells of one that is not."""
         try:
             require_whole(self.folder, shard)
-        except RedraftError as error:
-            note(f"hidden states: shard {shard.name} is made again: {error.args[0].splitlines()[0]}")
+        except (RedraftError, OSError) as error:  # OSError: a bad sector
+            note(f"hidden states: shard {shard.name} is made again: {str(error).splitlines()[0]}")
             return False
         return True
 
-    def places(self, wanted: Iterable[str]) -> tuple[dict[str, Place], list[Shard]]:
-        """Where the documents `wanted` lie, by key, and the shards with some of them that are damaged."""
+    def places(self, wanted: Iterable[str], first: Collection[str] = ()) -> tuple[dict[str, Place], list[Shard]]:
+        """Where the documents `wanted` lie, by key, and the shards with some of them that are damaged.
+
+        Of several shards with a document those of the names `first` are preferred.
+        """
         asked, found, broken = set(wanted), dict[str, Place](), list[Shard]()
-        for shard in self.shards().values():
+        for shard in sorted(self.shards().values(), key=lambda shard: shard.name not in first):
             if shard.name.startswith(DIAGNOSTIC) or asked.isdisjoint(shard.documents):
                 continue
             if self.is_whole(shard):
@@ -131,6 +141,21 @@ class Pool:
         """What was kept of a split that was made, by its fingerprint; empty if none was."""
         path = self.folder / "splits" / f"{split}.json"
         return read_object(path) if path.is_file() else {}
+
+    def forget(self, split: str) -> None:
+        """Remove the record of a split."""
+        (self.folder / "splits" / f"{split}.json").unlink(missing_ok=True)
+
+    def use(self, names: Collection[str]) -> None:
+        """Say that this workspace uses these shards: other ones may share the store."""
+        path = self.folder / "users" / f"{workspace()}.json"
+        if not path.is_file() or read_object(path) != {"shards": sorted(names)}:
+            atomic.write_json(path, {"shards": sorted(names)})
+
+    def users(self) -> dict[str, list[str]]:
+        """By id of the other workspaces that use this store, the names of their shards."""
+        found = {path.stem: path for path in sorted((self.folder / "users").glob("*.json"))}
+        return {name: read_object(path)["shards"] for name, path in found.items() if name != workspace()}
 
     def keep(self, split: str, record: dict[str, Any]) -> None:
         """Keep the record of a split: it was made, and rechecked."""

@@ -84,9 +84,11 @@ class Run:
                     self.scored[key] = scored
             keys = [key for key, _ in listed]
             self.splits.append(_Split(name, corpus, keys, split_fingerprint(self.pool.name, keys)))
-        self.places, broken = self.pool.places(self.documents)
+        named = [shard["name"] for shard in like["shards"]] if like else []
+        self.places, broken = self.pool.places(self.documents, named)
         again = [list(shard.documents) for shard in broken if self.documents.keys() >= set(shard.documents)]
         again += self._groups_of(like) if like else []
+        again = list({shard_name(group): group for group in again}.values())
         planned = {key for group in again for key in group}
         lengths = {
             key: len(ids) for key, ids in self.documents.items() if key not in self.places and key not in planned
@@ -107,17 +109,20 @@ class Run:
                 for key, (shard, place) in zip(split.keys, told["places"], strict=True):
                     found.setdefault(shard, {})[place] = key
         groups_ = [[group[place] for place in sorted(group)] for group in found.values()]
-        lost = [group for group in groups_ if not self.places.keys() & set(group)]
-        return [group for group in lost if shard_name(group) in {shard["name"] for shard in like["shards"]}]
+        there = {name for name, _ in self.places.values()}
+        named = {shard["name"] for shard in like["shards"]}
+        return [group for group in groups_ if shard_name(group) in named - there]
 
     @property
     def unchecked(self) -> list[_Split]:
         """Splits of which no sample was extracted again yet, or of which something was made since."""
-        return [
-            split
-            for split in self.splits
-            if not self.pool.record(split.fingerprint) or any(self.places[key][0] in self.made for key in split.keys)
-        ]
+        return [split for split in self.splits if self._needs_check(split)]
+
+    def _needs_check(self, split: _Split) -> bool:
+        record = self.pool.record(split.fingerprint)
+        if not record or any(self.places[key][0] in self.made for key in split.keys):
+            return True
+        return record["recheck_difference"] is None and bool(self.params.recheck and self.source.checker)
 
     def _token_bytes(self) -> int:
         greedy = 4
@@ -149,8 +154,8 @@ class Run:
     def check(self, engine: Engine) -> None:
         """Extract some samples of every split again."""
         for split in self.unchecked:
-            worst = self._recheck(engine, split) if self.params.recheck else 0.0
-            self.pool.keep(split.fingerprint, {"recheck_difference": round(worst, 6)})
+            worst = round(self._recheck(engine, split), 6) if self.params.recheck else None
+            self.pool.keep(split.fingerprint, {"recheck_difference": worst})
 
     def leave_unchecked(self) -> None:
         """Say that no sample was extracted again."""
@@ -161,6 +166,10 @@ class Run:
         """Write every missing shard as soon as its documents are there, in a thread: the target does not wait."""
         if not self.missing:
             return
+        coming = {key for group in self.missing for key in group}
+        for split in self.splits:
+            if not coming.isdisjoint(split.keys):  # a process that is killed before the check leaves no word of one
+                self.pool.forget(split.fingerprint)
         total, began = sum(len(self.documents[key]) for group in self.missing for key in group), time.perf_counter()
         waiting: dict[int, dict[int, dict[str, Tensor]]] = {}
         writing: Future[Shard] | None = None
@@ -253,7 +262,8 @@ class Run:
 
         Catches states of another sample (vllm-project/speculators#279) and padding that leaks into attention.
         """
-        by_length = sorted(dict.fromkeys(split.keys), key=lambda key: (len(self.documents[key]), key))
+        fresh = [key for key in split.keys if self.places[key][0] in self.made] or split.keys
+        by_length = sorted(dict.fromkeys(fresh), key=lambda key: (len(self.documents[key]), key))
         spread = max(1, len(by_length) // self.params.recheck)  # over all lengths, so over all amounts of padding
         keys = by_length[spread // 2 :: spread][: self.params.recheck]
         shards, worst = self.pool.shards(), 0.0

@@ -301,6 +301,10 @@ def _data(metrics: Metrics) -> str:
     return (
         f"## Data\n\n{markdown(header, rows)}\n\n"
         f"{sum(leaks.values()):,} held-out chats have a prompt that is also trained on.\n\n"
-        f"Hidden states: {hidden['bytes_per_token']:,} bytes a token; a sample extracted again alone differs by "
-        f"{hidden['recheck_difference']:.2%} at most."
+        f"Hidden states: {hidden['bytes_per_token']:,} bytes a token; "
+        + (
+            "no sample was extracted again."
+            if hidden["recheck_difference"] is None
+            else f"a sample extracted again alone differs by {hidden['recheck_difference']:.2%} at most."
+        )
     )
