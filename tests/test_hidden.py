@@ -17,6 +17,7 @@ from redraft.corpus.corpus import Corpus, read_corpus, write_corpus
 from redraft.corpus.tokenizer import load_tokenizer
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import CorpusParams, ExtractParams
+from redraft.hidden.alike import apart
 from redraft.hidden.diagnostic import chosen_documents, measurable, read_diagnostic
 from redraft.hidden.extract import extract, summary
 from redraft.hidden.in_process import InProcess, forward
@@ -216,3 +217,17 @@ def test_a_share_of_the_samples_is_spread_over_the_file(tiny_folder: Path) -> No
     places = [whole.samples.index(sample) for sample in part.samples]
     assert places == sorted(places)
     assert max(b - a for a, b in itertools.pairwise(places)) <= len(whole) // 7 + 1
+
+
+def test_another_layer_is_apart_although_the_first_token_is_a_hundred_times_as_loud() -> None:
+    """By the norm of all tokens a neighbour of the right layer differs by a hundredth where attention has a sink."""
+    torch.manual_seed(0)
+    states, noise = torch.randn(60, 3, HIDDEN), 0.02 * torch.randn(60, 3, HIDDEN)
+    states[0] *= 200
+    wrong = states.clone()
+    wrong[1:, 1] += 0.3 * torch.randn(59, HIDDEN)
+    assert float((wrong - states).norm() / states.norm()) < 0.05
+    assert apart(states, wrong) > 0.2
+    assert apart(states, states + noise) < 0.05
+    assert apart(states, states) == 0
+    assert not apart(states, states * torch.nan) <= 9

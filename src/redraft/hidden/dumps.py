@@ -21,6 +21,7 @@ from redraft.frame.extraction import DumpParams
 from redraft.frame.files import spread
 from redraft.frame.profile import Profile
 from redraft.frame.progress import progress
+from redraft.hidden.alike import apart
 from redraft.hidden.dump_files import DumpFile, dump_files, read_dump
 from redraft.hidden.dump_index import DumpIndex
 from redraft.hidden.engine import Engine, Opening, States
@@ -206,7 +207,7 @@ class Dumps:
     def _require_same(self, files: list[Path], ids: Tensor, states: list[Tensor]) -> None:
         """Two dumps that begin with the same ids must hold the same states: else they are of two targets."""
         for one, other in zip(states, self._read(files[1], ids), strict=True):
-            difference = float((one.float() - other.float()).norm() / one.float().norm().clamp(min=1e-30))
+            difference = apart(one, other)
             if not difference <= self.tolerance:
                 raise RedraftError(
                     "Two dumps of the same token ids hold different states.",

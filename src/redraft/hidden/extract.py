@@ -17,6 +17,7 @@ from redraft.hidden.pool import require_room
 from redraft.hidden.run import Corpora, Manifest, Run
 from redraft.target.config import aux_layers_of, read_config
 from redraft.target.ends import read_ends, target_hash
+from redraft.target.facts import read_facts
 from redraft.target.folder import weights_folder
 from redraft.target.weights import weight_files
 
@@ -52,7 +53,8 @@ def extract_folder(folder: Path, corpora: Corpora, profile: Profile, like: Manif
 
 def _loaded_here(folder: Path, profile: Profile) -> Opening | None:
     """What a dump is held against: the target in this process, where memory holds it."""
-    size = 2 * sum(file.stat().st_size for file in weight_files(weights_folder(folder)))  # fp32 where bf16 is slow
+    growth = 8 if read_facts(folder).quantised else 2  # packed weights are unpacked; fp32 where bf16 is slow
+    size = growth * sum(file.stat().st_size for file in weight_files(weights_folder(folder)))
     gpus = (torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count()))
     room = psutil.virtual_memory().available + sum(gpus)
     if size <= room:

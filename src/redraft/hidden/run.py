@@ -15,6 +15,7 @@ from redraft.frame.errors import RedraftError
 from redraft.frame.profile import ExtractParams
 from redraft.frame.progress import counter, note
 from redraft.frame.store import fingerprint
+from redraft.hidden.alike import apart
 from redraft.hidden.diagnostic import chosen_documents, layers_around, measurable, pack_diagnostic
 from redraft.hidden.engine import Engine, Source, States
 from redraft.hidden.formats import packed, unpacked
@@ -274,8 +275,8 @@ class Run:
             alone = unpacked(self._kept(key, states))
             written = unpacked(ShardFile(shards[name].file(self.pool.folder)).read(place))
             for kind in (kind for kind, each in written.items() if each.is_floating_point()):
-                norm = written[kind].float().norm().clamp(min=1e-30)
-                difference = float((alone[kind].float() - written[kind].float()).norm() / norm)
+                layers = len(self.source.aux_layers) if kind == "aux" else 1
+                difference = apart(*(each[kind].unflatten(1, (layers, -1)) for each in (written, alone)))
                 worst = max(worst, difference)
                 if not difference <= self.params.tolerance:
                     sample = split.corpus.samples[split.keys.index(key)]

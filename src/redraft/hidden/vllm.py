@@ -23,6 +23,7 @@ from redraft.frame.device import compute_device, resolve
 from redraft.frame.errors import RedraftError
 from redraft.frame.http import ReplyError, parsed
 from redraft.frame.profile import Profile
+from redraft.hidden.alike import apart
 from redraft.hidden.engine import Engine, Opening, States
 from redraft.hidden.transfer import TransferError, take_states
 from redraft.hidden.vllm_reply import Asked, Reply, checked, failed, law_of
@@ -137,13 +138,13 @@ class VllmEngine:
                 )
             self.final = self.final and not one_fewer
             first = states.float() if first is None else first
-            if first.shape != states.shape or (apart := float((states - first).norm() / first.norm())) > ALIKE:
+            if first.shape != states.shape or not (gap := apart(first, states)) <= ALIKE:
                 raise RedraftError(
                     "The servers give different states of the same tokens.",
                     where=f"{self.servers.servers[0].name} and {server.name}",
                     expected=f"one shape, and a relative difference of at most {ALIKE}",
                     found=f"{list(first.shape)} and {list(states.shape)}"
-                    + (f", difference {apart:.3g}" if first.shape == states.shape else ""),
+                    + (f", difference {gap:.3g}" if first.shape == states.shape else ""),
                     cause="they were launched with different layers, or serve different weights",
                 )
 

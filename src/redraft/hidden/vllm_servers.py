@@ -151,7 +151,7 @@ class StateServers:
         if self.servers and needed <= set(self.layers):
             return
         if self.params.urls:
-            self._join(sorted(needed))
+            self._join(sorted(needed | self._coming))
         else:
             self.close()
             self._launch(tuple(sorted(needed | self._coming | set(self.layers) | set(given or ()))))
@@ -176,6 +176,13 @@ class StateServers:
             client = Client(url, self.params.request_seconds)
             self._running.callback(client.close)
             folder = Path(self.params.folder) if self.params.folder else None
+            if folder and not folder.is_dir():
+                raise RedraftError(
+                    "The folder of the transfer is not there.",
+                    where=f"{SECTION}.folder in the profile",
+                    found=folder,
+                    fix="mount it, or name it as this process sees it",
+                )
             server = StateServer(client, "", 0, folder)
             self._look(server)
             self.servers.append(server)

@@ -11,6 +11,7 @@ from redraft.frame.params import Config
 from redraft.frame.profile import PlanParams
 from redraft.frame.section import validate
 from redraft.plan.made import made_for
+from redraft.target.checkout import expanded
 from redraft.target.facts import SIZES, read_facts
 from redraft.target.folder import TARGET_RECORD
 
@@ -125,7 +126,7 @@ def read_shape(config: Config, root: Path) -> tuple[Shape, str]:
 
 def _folder(source: str, stage: str, config: Config, root: Path) -> Path | None:
     """The folder whose config.json speaks for `source`: itself, or the artefact of a stage that ran for the profile."""
-    own, artefact = root / Path(source), root / "artifacts" / stage
+    own, artefact = root / expanded(source), root / "artifacts" / stage
     if (own / "config.json").is_file():
         return own
     if not (artefact / "config.json").is_file() or not made_for(stage, config, root):

@@ -15,6 +15,7 @@ from redraft.target.code import PARTS, allows, named_class, own_class
 from redraft.target.config import aux_layers_at, library_class, read_config, require_served
 from redraft.target.facts import TargetFacts, read_facts
 from redraft.target.hf import asking_transformers, offline_transformers
+from redraft.target.norm import require_plain_norm
 from redraft.target.weights import weight_files
 
 _PACKED = "compressed-tensors"
@@ -62,6 +63,9 @@ def require_described(folder: Path, config: Config) -> TargetFacts:
     """
     facts, params = read_facts(folder), config.profile.target
     aux_layers_at(facts.depth, params.aux_layers)
+    extract = config.profile.extract
+    if extract.engine == "vllm" or (extract.dumps is not None and extract.dumps.final == "unnormed"):
+        require_plain_norm(folder)
     if config.profile.vocab.slots > facts.vocab:
         raise RedraftError(
             "The draft vocabulary is larger than the target's.",

@@ -56,7 +56,7 @@ def locate(source: str, revision: str | None) -> Path | tuple[str, str]:
     Raises:
         RedraftError: neither a folder nor a hub id, a revision of a folder, or a hub id without one.
     """
-    folder = _expanded(source)
+    folder = expanded(source)
     if folder.is_dir():
         if revision is not None:
             raise RedraftError(
@@ -87,7 +87,8 @@ def locate(source: str, revision: str | None) -> Path | tuple[str, str]:
     return name, str(revision or named)
 
 
-def _expanded(source: str) -> Path:
+def expanded(source: str) -> Path:
+    """`source` as a path, with ~ as its folder where there is one."""
     try:
         return Path(source).expanduser()
     except RuntimeError:  # ~name of a user who is not there

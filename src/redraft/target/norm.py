@@ -35,14 +35,13 @@ class FinalNorm:
         return self.weight.to(states) * normed.to(states.dtype)
 
 
-def final_norm(folder: Path, weight: Tensor, trust_remote_code: Trust = False) -> FinalNorm:
-    """The final norm of the target in `folder`, with the `weight` [H] of `read_ends`.
+def require_plain_norm(folder: Path) -> None:
+    """Refuse a target whose final norm is not known to be a plain RMSNorm (`PLAIN`), by its config.json alone.
 
     Raises:
-        RedraftError: a model whose final norm is not known to be a plain RMSNorm (`PLAIN`), or no eps.
+        RedraftError: another kind of model.
     """
-    fields = read_facts(folder).fields
-    kind = fields.get("model_type")
+    kind = read_facts(folder).fields.get("model_type")
     if kind not in PLAIN:
         raise RedraftError(
             "The final norm of this target is not known.",
@@ -52,6 +51,16 @@ def final_norm(folder: Path, weight: Tensor, trust_remote_code: Trust = False) -
             cause="another norm (Gemma's scales by 1 + w) would give a wrong law with no sign of it",
             fix="extract.engine: transformers runs the model's own",
         )
+
+
+def final_norm(folder: Path, weight: Tensor, trust_remote_code: Trust = False) -> FinalNorm:
+    """The final norm of the target in `folder`, with the `weight` [H] of `read_ends`.
+
+    Raises:
+        RedraftError: a model whose final norm is not known to be a plain RMSNorm (`PLAIN`), or no eps.
+    """
+    require_plain_norm(folder)
+    fields = read_facts(folder).fields
     eps = fields.get("rms_norm_eps")
     if eps is None:
         eps = getattr(read_config(folder, trust_remote_code).get_text_config(), "rms_norm_eps", None)

@@ -56,7 +56,7 @@ def make_target(
             weights = checkout(params.source, params.revision, lock=lock, look=look).resolve()
             require_served(weights)
             for pattern in NOT_WEIGHTS:
-                for file in weights.glob(pattern):
+                for file in filter(Path.is_file, weights.glob(pattern)):
                     copy = partial / file.relative_to(weights)
                     copy.parent.mkdir(exist_ok=True)
                     shutil.copy2(file, copy)
