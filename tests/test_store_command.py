@@ -86,6 +86,7 @@ def test_the_store_is_listed_verified_emptied_and_rebuilt(
     other = users / "0123456789.json"
     shutil.copy(next(users.glob("*.json")), other)
     assert "workspace 01234567" in redraft(capsys, "ls")
+    redraft(capsys, "rm", "--stale", code="Other workspaces make hidden states here")
     other.unlink()
     subprocess.run(["git", "update-ref", "-d", "refs/heads/one"], **command)  # type: ignore[call-overload]
     assert json.loads(redraft(capsys, "ls", "--json"))["hidden"][0]["stale"]

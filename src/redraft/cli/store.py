@@ -155,6 +155,13 @@ def _rm(arguments: argparse.Namespace) -> None:
         )
     for each in _holdings(arguments.names):
         if arguments.stale:
+            if (others := each.pool.users()) and not arguments.force:  # of those only the last extraction is known
+                raise RedraftError(
+                    "Other workspaces make hidden states here.",
+                    where=each.pool.name,
+                    found=some(sorted(others)),
+                    fix="ask whose they are; --force keeps what their last extraction names, and removes the rest",
+                )
             freed += each.remove([shard.name for shard in each.stale]) if each.stale else 0
             continue
         if each.used_by and not arguments.force:

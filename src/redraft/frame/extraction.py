@@ -92,7 +92,7 @@ class ExtractParams(Section):
     recheck: Count
     """Samples extracted again alone, to catch states of another sample (C15)."""
     tolerance: Above0
-    """Largest relative difference (norm of the difference over norm) of a rechecked sample."""
+    """Largest relative difference of a rechecked sample: of all its states, and of the median token of each."""
     diagnostic_positions: Positive
     """Held-out positions of the diagnostic shard, at least."""
     server: StateServerParams | None = None
