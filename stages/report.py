@@ -10,6 +10,7 @@ from redraft.frame.params import Config
 from redraft.frame.stage import Result, run
 from redraft.report.bench import read_bench
 from redraft.report.page import PLOTTED, STAGES, draw, page
+from redraft.report.summary import summary
 
 
 def main(config: Config) -> Result:
@@ -20,6 +21,7 @@ def main(config: Config) -> Result:
         draw(folder, metrics, curves)
     text = page(config.params, metrics)
     atomic.write_text("report.md", text)
+    atomic.write_json(Path("metrics/summary.json"), summary(metrics))
     here = Path(os.environ.get("DVC_ROOT", ".")).resolve() == Path.cwd()  # else a temporary run: the file will be gone
     print(f"{text.splitlines()[0].strip('*')}\nreport: report.md{'' if here else ', once the experiment is applied'}")
     return Result()
