@@ -210,9 +210,11 @@ def test_what_was_made_and_never_checked_is_checked_by_the_next_run(target: Targ
         run.take(corpora)
         with wrong.open(()) as engine:
             run.make(engine)  # and dies here
+    more = {"train": corpus_of([*LENGTHS, 9])}  # and one document is new: what is checked is not that one alone
     with pytest.raises(RedraftError, match="differs from the same sample"):
-        extract(source, corpora, PARAMS)
+        extract(source, more, PARAMS)
     assert extract(source, corpora, PARAMS).manifest == manifest
+    extract(source, more, PARAMS)
 
 
 def test_no_check_is_no_difference_of_zero(target: Target, store: Path) -> None:

@@ -180,10 +180,11 @@ def _rebuild(arguments: argparse.Namespace) -> None:
     from redraft.frame.advice import rerun
     from redraft.frame.params import load_config
     from redraft.hidden.extract import extract_folder
-    from redraft.hidden.holdings import absent
+    from redraft.hidden.holdings import absent, use
     from redraft.hidden.rows import read_manifest
 
     manifest, profile = read_manifest(MANIFEST), load_config().profile
+    use(manifest)
     missing = absent(manifest)
     if not missing:
         print(f"nothing to make: all {len(manifest['shards'])} shards are there")

@@ -1,11 +1,11 @@
 """The command line of a server: interpreter, release, flags, and which of them the engine decides."""
 
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from redraft.frame.errors import RedraftError
+from redraft.frame.interpreter import installed, interpreter
 from redraft.frame.profile import EngineParams
 from redraft.target.folder import weights_folder
 
@@ -25,26 +25,7 @@ def installed_version(python: str) -> str:
     Raises:
         RedraftError: no such interpreter, or no SGLang in it.
     """
-    command = [_interpreter(python), "-c", "from importlib.metadata import version; print(version('sglang'))"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        reason = (done.stderr.strip().splitlines() or [""])[-1]
-    except OSError as error:
-        done, reason = None, str(error.strerror)
-    if done is None or done.returncode:
-        raise RedraftError(
-            "There is no SGLang in the interpreter.",
-            where=f"engine.python in the profile: {python}",
-            found=reason,
-            fix="give the interpreter of an environment that has it, or join a server by engine.url",
-        )
-    return done.stdout.strip()
-
-
-def _interpreter(python: str) -> str:
-    """Relative to the project, so that a change of directory does not matter; a bare name is looked up on PATH."""
-    path = Path(python).expanduser()
-    return str(path.absolute()) if "/" in python else python
+    return installed("SGLang", python, "engine.python", "join a server by engine.url")
 
 
 def require_free_flags(params: EngineParams) -> None:
@@ -106,7 +87,7 @@ def command_line(
         }
     given = [(f"--{name}", value) for name, value in flags.items() if value is not False]
     words = [[name] if value is True else [name, str(value)] for name, value in given]
-    return [_interpreter(params.python), "-m", "sglang.launch_server", *(word for each in words for word in each)]
+    return [interpreter(params.python), "-m", "sglang.launch_server", *(word for each in words for word in each)]
 
 
 def flag_number(params: EngineParams, names: Sequence[str], otherwise: int | None) -> int | None:

@@ -12,7 +12,6 @@ from redraft.frame.profile import Profile
 from redraft.frame.progress import note
 from redraft.hidden import dumps, in_process, vllm
 from redraft.hidden.engine import Opening, Source
-from redraft.hidden.holdings import names_of
 from redraft.hidden.pool import require_room
 from redraft.hidden.run import Corpora, Manifest, Run
 from redraft.target.config import aux_layers_of, read_config
@@ -93,9 +92,7 @@ def extract(source: Source, corpora: Corpora, params: ExtractParams, like: Manif
             elif source.checker is not source.opening:
                 with source.checker.open(source.aux_layers) as other:
                     run.check(other)
-        manifest = run.manifest()
-        run.pool.use(names_of(manifest))
-        return Extracted(manifest, run.made_tokens, run.seconds)
+        return Extracted(run.manifest(), run.made_tokens, run.seconds)
 
 
 def summary(manifest: Manifest) -> dict[str, Any]:

@@ -7,12 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from redraft.frame import atomic
 from redraft.frame.errors import RedraftError
 from redraft.frame.files import read_object
 from redraft.frame.progress import progress
-from redraft.frame.store import store_root
+from redraft.frame.store import store_root, workspace
 from redraft.hidden.pool import FORMAT, Pool
-from redraft.hidden.shards import Shard, read_entry, remove_shard, require_whole
+from redraft.hidden.shards import Shard, read_entry, remove_shard, require_whole, tensors_file
 
 
 @dataclass(frozen=True)
@@ -102,16 +103,30 @@ def holdings(manifests: Mapping[str, list[dict[str, Any]]]) -> list[Holding]:
 
 def names_of(manifest: dict[str, Any]) -> list[str]:
     """Names of all shards that a manifest needs."""
-    return [shard["name"] for shard in (*manifest["shards"], *filter(None, [manifest.get("diagnostic")]))]
+    return [shard["name"] for shard in _named(manifest)]
 
 
 def absent(manifest: dict[str, Any]) -> list[str]:
     """Names of the shards of a manifest that the store does not have with their bytes."""
-    folder: Path = store_root() / "hidden" / manifest["states"]
-    named = [*manifest["shards"], *filter(None, [manifest.get("diagnostic")])]
     found = []
-    for each in named:
-        file = Shard(documents=(), **{key: each[key] for key in ("name", "tokens", "bytes", "sha256")}).file(folder)
+    for each in _named(manifest):
+        file = tensors_file(_folder(manifest), each["name"])
         if not file.is_file() or file.stat().st_size != each["bytes"]:
             found.append(each["name"])
     return found
+
+
+def use(manifest: dict[str, Any]) -> None:
+    """Say that this workspace uses the shards of its manifest: other workspaces may share the store."""
+    path, names = _folder(manifest) / "users" / f"{workspace()}.json", {"shards": sorted(names_of(manifest))}
+    if not path.is_file() or read_object(path) != names:
+        with suppress(OSError):  # a store that may only be read loses nothing
+            atomic.write_json(path, names)
+
+
+def _named(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*manifest["shards"], *filter(None, [manifest.get("diagnostic")])]
+
+
+def _folder(manifest: dict[str, Any]) -> Path:
+    return store_root() / "hidden" / str(manifest["states"])

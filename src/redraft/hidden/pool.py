@@ -146,11 +146,14 @@ class Pool:
         """Remove the record of a split."""
         (self.folder / "splits" / f"{split}.json").unlink(missing_ok=True)
 
-    def use(self, names: Collection[str]) -> None:
-        """Say that this workspace uses these shards: other ones may share the store."""
-        path = self.folder / "users" / f"{workspace()}.json"
-        if not path.is_file() or read_object(path) != {"shards": sorted(names)}:
-            atomic.write_json(path, {"shards": sorted(names)})
+    def is_checked(self, name: str) -> bool:
+        """Whether samples of a shard, or of others of its extraction, were extracted again, and were the same."""
+        return (self.folder / f"{name}.checked").is_file()
+
+    def checked(self, names: Iterable[str]) -> None:
+        """Say so."""
+        for name in names:
+            (self.folder / f"{name}.checked").touch()
 
     def users(self) -> dict[str, list[str]]:
         """By id of the other workspaces that use this store, the names of their shards."""

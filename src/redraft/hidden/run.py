@@ -157,6 +157,8 @@ class Run:
         for split in self.unchecked:
             worst = round(self._recheck(engine, split), 6) if self.params.recheck else None
             self.pool.keep(split.fingerprint, {"recheck_difference": worst})
+            if self.params.recheck:
+                self.pool.checked(self._doubtful(split))
 
     def leave_unchecked(self) -> None:
         """Say that no sample was extracted again."""
@@ -258,12 +260,17 @@ class Run:
 
     # the check
 
+    def _doubtful(self, split: _Split) -> set[str]:
+        """Shards of a split that no check has passed: made just now, or by a process that was killed before its own."""
+        return {name for name in (self.places[key][0] for key in split.keys) if not self.pool.is_checked(name)}
+
     def _recheck(self, engine: Engine, split: _Split) -> float:
         """Extract some samples again, alone; the largest relative difference to what was written.
 
         Catches states of another sample (vllm-project/speculators#279) and padding that leaks into attention.
         """
-        fresh = [key for key in split.keys if self.places[key][0] in self.made] or split.keys
+        doubtful = self._doubtful(split)
+        fresh = [key for key in split.keys if self.places[key][0] in doubtful] or split.keys
         by_length = sorted(dict.fromkeys(fresh), key=lambda key: (len(self.documents[key]), key))
         spread = max(1, len(by_length) // self.params.recheck)  # over all lengths, so over all amounts of padding
         keys = by_length[spread // 2 :: spread][: self.params.recheck]
@@ -280,7 +287,7 @@ class Run:
                 worst = max(worst, difference)
                 if not difference <= self.params.tolerance:
                     sample = split.corpus.samples[split.keys.index(key)]
-                    for made in {*self.made, name}:  # none of it can be trusted
+                    for made in {*self.made, *doubtful, name, self._diagnostic_name()}:  # none of it can be trusted
                         remove_shard(self.pool.folder, made)
                     raise _differs(f"{split.name}: {sample}, {kind}", self.params.tolerance, difference)
         return worst

@@ -47,7 +47,12 @@ class Shard:
 
     def file(self, folder: Path) -> Path:
         """Where its tensors lie."""
-        return folder / f"{self.name}.safetensors"
+        return tensors_file(folder, self.name)
+
+
+def tensors_file(folder: Path, name: str) -> Path:
+    """Where the tensors of the shard `name` lie."""
+    return folder / f"{name}.safetensors"
 
 
 def shard_name(documents: Sequence[str]) -> str:
@@ -72,8 +77,9 @@ def write_shard(folder: Path, name: str, documents: Sequence[str], states: Seque
         kind: (_KINDS[parts[0].dtype][0], [part.contiguous().view(_KINDS[part.dtype][1]).numpy() for part in parts])
         for kind, parts in columns.items()
     }
-    path = folder / f"{name}.safetensors"
+    path = tensors_file(folder, name)
     try:
+        (folder / f"{name}.checked").unlink(missing_ok=True)
         size, digest = write_tensors(path, typed)
         shard = Shard(name, tuple(documents), sum(lengths), size, digest)
         atomic.write_text(folder / f"{name}.json", json.dumps(asdict(shard)) + "\n")
@@ -99,7 +105,7 @@ def read_entry(path: Path) -> Shard | None:
 
 def remove_shard(folder: Path, name: str) -> None:
     """Remove a shard, its entry first."""
-    for ending in (".json", ".whole", ".safetensors"):
+    for ending in (".json", ".whole", ".checked", ".safetensors"):
         (folder / f"{name}{ending}").unlink(missing_ok=True)
 
 

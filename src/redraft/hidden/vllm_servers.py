@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from redraft.frame.errors import RedraftError, some
 from redraft.frame.extraction import StateServerParams
 from redraft.frame.files import read_object
 from redraft.frame.http import Client, ReplyError, parsed
+from redraft.frame.interpreter import installed, interpreter
 from redraft.frame.process import ServerProcess, free_port
 from redraft.frame.profile import Profile
 from redraft.frame.progress import note
@@ -88,21 +88,8 @@ def release_of(params: StateServerParams) -> str:
             raise RedraftError("The servers are of different releases.", where=f"{SECTION}.urls", found=told)
         return next(iter(told.values()))
     assert params.python is not None
-    command = [_interpreter(params.python), "-c", "from importlib.metadata import version; print(version('vllm'))"]
-    try:
-        environment = {**os.environ, **params.env}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        reason = (done.stderr.strip().splitlines() or [""])[-1]
-    except OSError as error:
-        done, reason = None, str(error.strerror)
-    if done is None or done.returncode:
-        raise RedraftError(
-            "There is no vLLM in the interpreter.",
-            where=f"{SECTION}.python in the profile: {params.python}",
-            found=reason,
-            fix="give the interpreter of an environment that has it, or join servers by urls",
-        )
-    return done.stdout.strip()
+    where, environment = f"{SECTION}.python", {**os.environ, **params.env}
+    return installed("vLLM", params.python, where, "join servers by urls", environment)
 
 
 def identity_of(params: StateServerParams, release: str) -> dict[str, Any]:
@@ -242,7 +229,7 @@ class StateServers:
         }
         given = [(f"--{name}", value) for name, value in flags.items() if value is not False]
         words = [[name] if value is True else [name, str(value)] for name, value in given]
-        start = [_interpreter(params.python or "python"), "-m", "vllm.entrypoints.cli.main", "serve", str(self.weights)]
+        start = [interpreter(params.python or "python"), "-m", "vllm.entrypoints.cli.main", "serve", str(self.weights)]
         return [*start, *(word for each in words for word in each)]
 
     def _look(self, server: StateServer) -> None:
@@ -298,11 +285,6 @@ def _healthy(client: Client) -> bool:
     except ReplyError:
         return False
     return True
-
-
-def _interpreter(python: str) -> str:
-    path = Path(python).expanduser()
-    return str(path.absolute()) if "/" in python else python
 
 
 def _dashed(flag: str) -> str:
