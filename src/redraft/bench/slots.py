@@ -1,8 +1,7 @@
 """How many slots? What the draft head costs by its number of rows N, and what other N would give.
 
-A larger vocabulary lets more drafts be right and makes every draft dearer: each of the K steps of a cycle multiplies one
-hidden state by N rows and takes the largest. Torch is imported where something is measured alone: the report predicts
-without it.
+A larger vocabulary lets more drafts be right and makes every draft dearer: each of the K steps of a cycle multiplies
+one hidden state by N rows and takes the largest. Torch is imported only to measure: the report predicts without it.
 """
 
 from collections.abc import Mapping
@@ -25,5 +24,5 @@ def head_cost(head_ms: Mapping[str, float], slots: int) -> float:
 
 
 def cycle_with(cycle_ms: float, spec_steps: int, head_ms: Mapping[str, float], slots: int, other_slots: int) -> float:
-    """A cycle of `cycle_ms` with K = `spec_steps` drafts and a head of `slots` rows, were it one of `other_slots`, ms."""
+    """A cycle with K = `spec_steps` drafts, measured with a head of `slots` rows, were it one of `other_slots`; ms."""
     return cycle_ms + spec_steps * (head_cost(head_ms, other_slots) - head_cost(head_ms, slots))
