@@ -4,9 +4,147 @@ A larger vocabulary lets more drafts be right and makes every draft dearer: each
 one hidden state by N rows and takes the largest. Torch is imported only to measure: the report predicts without it.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from redraft.bench.cycle import CycleTime
+import numpy as np
+
+from redraft.acceptance import length_of_shares
+from redraft.bench.cycle import CycleTime, tokens_per_second
+
+if TYPE_CHECKING:
+    import torch
+
+SECONDS = 2.0
+"""What measuring may take, the filling of the weights aside."""
+LEAST_ROUNDS, MOST_ROUNDS = 5, 200
+MOST_BYTES = 2 << 30
+"""Of weights that are read in turn."""
+OF_FREE = 0.25
+"""Of the memory that is free."""
+OVER_CACHE = 1.5
+"""Times the last cache of the processor: what was read comes from memory when its turn comes again."""
+NEAR = 0.01
+"""Of the fastest rate that is predicted."""
+DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16"}
+"""As engines name them; others, and what follows the checkpoint, are bfloat16: a drafter's files are."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how an engine multiplies the head."""
+
+    device: str
+    """`cpu` or `cuda`."""
+    dtype: str
+    """As torch names it."""
+    threads: int | None = None
+    """Of the processor; None for those that this process has."""
+    parts: int = 1
+    """Devices that hold an equal share of the rows each."""
+
+
+def setting_of(described: Mapping[str, Any], threads: int | None = None) -> Setting | None:
+    """Where an engine ran, by its description; None if that is not known, or not to be had from this process.
+
+    Args:
+        described: `Engine.describe()`.
+        threads: those of a server on the processor, if it was given a number.
+    """
+    if described.get("joined"):
+        return None
+    import torch
+
+    dtype = DTYPES.get(str(described.get("dtype")), "bfloat16")
+    device = "cpu" if described.get("device") == "cpu" else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():  # the server has a torch of its own
+        return None
+    own = described.get("threads") or threads
+    return Setting(device, dtype, own if device == "cpu" else None, int(described.get("tp_size") or 1))
+
+
+def measure_head(hidden: int, sizes: Sequence[int], setting: Setting, seconds: float = SECONDS) -> dict[str, float]:
+    """Time of one position's head by N, ms: the product of a hidden state with N rows, and its argmax.
+
+    A real head comes from memory each time: between two drafts the drafter's layer was read, between two cycles the
+    whole target. So one block of weights, larger than the last cache, is read in turn, the sizes taking turns too.
+
+    Args:
+        hidden: of the drafter.
+        sizes: N, ascending; those that do not fit the memory are left out.
+        setting: see there. The product is over the rows of one of its `parts`; gathering the logits is not in it.
+        seconds: about how long to measure.
+    """
+    import torch
+
+    dtype, device = getattr(torch, setting.dtype), torch.device(setting.device)
+    row = hidden * dtype.itemsize
+    most = min(MOST_BYTES, int(OF_FREE * _free(device))) // row
+    shares = {size: -(-size // setting.parts) for size in sizes if -(-size // setting.parts) <= most}
+    if not shares:
+        return {}
+    before = torch.get_num_threads()
+    torch.set_num_threads(setting.threads or before)
+    try:
+        with torch.inference_mode():
+            rows = max(*shares.values(), min(most, int(OVER_CACHE * _cache(device)) // row), 1)
+            weights = _filled(rows, hidden, dtype, device)
+            return {str(size): round(ms, 5) for size, ms in _time(weights, shares, seconds).items()}
+    finally:
+        torch.set_num_threads(before)
+
+
+def _time(weights: "torch.Tensor", shares: Mapping[int, int], seconds: float) -> dict[int, float]:
+    """Median ms by size; `shares` are the rows that are read for it."""
+    import torch
+
+    state, place = torch.randn(weights.shape[1]).to(weights), 0
+    taken: dict[int, list[float]] = {size: [] for size in shares}
+    began = time.perf_counter()
+    for number in range(-1, MOST_ROUNDS):  # the first round warms up
+        if number >= LEAST_ROUNDS and time.perf_counter() - began > seconds:
+            break
+        for size, rows in shares.items():
+            place = place if place + rows <= len(weights) else 0
+            window, place = weights[place : place + rows], place + rows
+            start = time.perf_counter()
+            int(torch.nn.functional.linear(state, window).argmax())  # as a number: waits for a GPU
+            if number >= 0:
+                taken[size].append(1000 * (time.perf_counter() - start))
+    return {size: float(np.median(times)) for size, times in taken.items()}
+
+
+def _filled(rows: int, hidden: int, dtype: "torch.dtype", device: "torch.device") -> "torch.Tensor":
+    """Weights [rows, hidden], every page of them written: one that was not is shared, and stays in the cache."""
+    import torch
+
+    some = torch.randn(min(rows, 1024), hidden).to(device, dtype)
+    weights = torch.empty(rows, hidden, dtype=dtype, device=device)
+    for start in range(0, rows, len(some)):
+        weights[start : start + len(some)] = some[: rows - start]
+    return weights
+
+
+def _free(device: "torch.device") -> int:
+    """Bytes."""
+    import psutil
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)
+
+
+def _cache(device: "torch.device") -> int:
+    """Bytes of the last cache, 64 MiB where it is not told."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    units = {"K": 1 << 10, "M": 1 << 20}
+    told = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(each[:-1]) * units[each[-1]] for each in told if each[-1:] in units), default=64 << 20)
 
 
 def head_cost(head_ms: Mapping[str, float], slots: int) -> float:
@@ -26,3 +164,54 @@ def head_cost(head_ms: Mapping[str, float], slots: int) -> float:
 def cycle_with(cycle_ms: float, spec_steps: int, head_ms: Mapping[str, float], slots: int, other_slots: int) -> float:
     """A cycle with K = `spec_steps` drafts, measured with a head of `slots` rows, were it one of `other_slots`; ms."""
     return cycle_ms + spec_steps * (head_cost(head_ms, other_slots) - head_cost(head_ms, slots))
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What one number of slots would give one stream."""
+
+    slots: int
+    head_ms: float
+    cycle_ms: float
+    accept_length: float
+    tokens_per_second: float
+
+
+def predict_slots(
+    row: Mapping[str, Any], head_ms: Mapping[str, float], slots: int, shares: Mapping[int, float]
+) -> list[Predicted]:
+    """Predict a chain with heads of other sizes, ascending.
+
+    A draft can only be right if its token has a slot. Where it has, it is taken to be right as often as measured, so
+    that the chance of every draft, given that those before it were right, goes with the share of tokens that have one.
+
+    Args:
+        row: of a chain that was measured: `steps`, `accepted_at`, `cycle_ms`.
+        head_ms: of the same bench.
+        slots: N of the drafter that was measured.
+        shares: by N, that of `slots` included, of the tokens to draft those with a slot.
+    """
+    found = []
+    for size, share in sorted(shares.items()):
+        accepted = _scaled(row["accepted_at"], share / shares[slots] if shares[slots] else 1.0)
+        length = length_of_shares(accepted, row["steps"])
+        cycle = cycle_with(row["cycle_ms"], row["steps"], head_ms, slots, size)
+        rate = tokens_per_second(length, cycle)
+        found.append(Predicted(size, head_cost(head_ms, size), cycle, length, rate))
+    return found
+
+
+def _scaled(accepted_at: Sequence[float], by: float) -> list[float]:
+    """Shares of verify steps that accept at least k drafts, where each next draft is right `by` times as often."""
+    scaled, before, kept = [], 1.0, 1.0
+    for share in accepted_at:
+        kept *= min(1.0, by * share / before) if before else 0.0
+        scaled.append(kept)
+        before = share
+    return scaled
+
+
+def knee(predicted: Sequence[Predicted]) -> Predicted:
+    """The smallest that is within `NEAR` of the fastest: from there on more slots bring nothing that could be seen."""
+    best = max(each.tokens_per_second for each in predicted)
+    return next(each for each in predicted if each.tokens_per_second >= (1 - NEAR) * best)

@@ -18,14 +18,14 @@ def ladder(chosen: int, least: int, most: int) -> list[int]:
     return sorted(sizes | {chosen})
 
 
-def drafted(mask: NDArray[np.integer], offsets: Ids) -> NDArray[np.bool_]:
-    """bool [T], supervised tokens that are drafted: all of an answer but its first, which the prefill gives.
+def drafted(mask: NDArray[np.integer], offsets: Ids) -> NDArray[np.uint8]:
+    """uint8 [T], a mask of the supervised tokens that are drafted: all of an answer but its first, which the prefill gives.
 
     Args:
         mask: [T], nonzero where a token is supervised.
         offsets: int64 [D+1], where documents begin.
     """
-    supervised = np.asarray(mask) != 0
+    supervised = (mask != 0).astype(np.uint8)
     found = supervised.copy()
     found[1:] &= supervised[:-1]
     found[offsets[:-1]] = False
