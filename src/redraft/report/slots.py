@@ -11,10 +11,9 @@ from redraft.report.tables import NONE, figure, markdown
 Metrics = Mapping[str, Any]
 _X = ("slots", "slots")
 _LIMITS = (
-    "What it leaves out: ids that come in with a larger N are rarer and harder to draft than those that are in, so that "
-    "more slots bring less than this and fewer cost less; ids that training never shows are counted as never right, "
-    "though a donor's row may know them; shares are counted on held-out tokens; and another N must be trained before "
-    "it gives anything."
+    "What this leaves out: ids that come in with a larger N are rarer and harder to draft than those that are in, so "
+    "that more slots bring less than this, and fewer cost less; ids that training never shows count as never right, "
+    "though a donor's row may know them; shares are those of held-out tokens; and another N has to be trained first."
 )
 
 
@@ -29,7 +28,7 @@ class Basis:
 
 
 def plots(metrics: Mapping[str, Metrics]) -> dict[str, dict[str, Any]]:
-    """The Vega-Lite specification of the section, by name; none for vocabularies of one size, or of an older redraft."""
+    """The Vega-Lite specification of the picture, by name; none for a single size, or figures of an older redraft."""
     sizes = metrics["vocab"].get("by_slots", {})
     if len(sizes) < 2:
         return {}
@@ -42,10 +41,16 @@ def plots(metrics: Mapping[str, Metrics]) -> dict[str, dict[str, Any]]:
         }
         spec = lines("Coverage by number of slots", _X, ("coverage", "share of supervised tokens"), series)
         return {"slots": _powers(spec)}
-    _, predicted = found
-    marks: dict[int, list[str]] = {metrics["bench"]["slots"]: ["this one"]}
-    marks.setdefault(knee(predicted).slots, []).append("knee")
-    return {"slots": _curve(predicted, {size: ", ".join(words) for size, words in marks.items()})}
+    return {"slots": _curve(found[1], _marks(metrics, found[1]))}
+
+
+def _marks(metrics: Mapping[str, Metrics], predicted: list[Predicted]) -> dict[int, str]:
+    """Words for the chosen size, and for the knee of what is predicted."""
+    marks = {metrics["vocab"]["slots"]: "chosen"}
+    if predicted:
+        best = knee(predicted).slots
+        marks[best] = "chosen, knee" if best in marks else "knee"
+    return marks
 
 
 def _powers(spec: dict[str, Any]) -> dict[str, Any]:
@@ -76,18 +81,14 @@ def section(metrics: Mapping[str, Metrics], drawn: Callable[[str, str], str]) ->
     if not sizes:
         return []
     found = _predict(metrics)
-    chosen = metrics["vocab"]["slots"]
     if isinstance(found, str):
-        text = (
-            f"Coverage alone, without the speed that each size would give: {found}.\n\n"
-            f"{_table(sizes, {str(chosen): 'chosen'}, [])}"
-        )
+        table = _table(sizes, _marks(metrics, []), [])
+        text = f"Coverage alone, without the speed that each size would give: {found}.\n\n{table}"
     else:
         basis, predicted = found
-        marks = {str(knee(predicted).slots): "knee"}
-        marks[str(chosen)] = ", ".join(["chosen", *([marks[str(chosen)]] if str(chosen) in marks else [])])
-        text = f"{_model(metrics['bench'], basis, predicted)}\n\n{_table(sizes, marks, predicted)}\n\n{_LIMITS}"
-        text = f"{_advice(metrics['bench'], basis, predicted)}\n\n{text}"
+        table = _table(sizes, _marks(metrics, predicted), predicted)
+        told = (_advice(metrics["bench"], basis, predicted), _model(metrics["bench"], basis), table, _LIMITS)
+        text = "\n\n".join(told)
     picture = f"\n\n{drawn('slots', 'Draft vocabularies by number of slots')}" if plots(metrics) else ""
     return [f"## How many slots?\n\n{text}{picture}"]
 
@@ -129,20 +130,20 @@ def _basis(levels: Metrics) -> Basis | None:
     return None
 
 
-def _model(bench: Metrics, basis: Basis, predicted: list[Predicted]) -> str:
+def _model(bench: Metrics, basis: Basis) -> str:
     row, steps = basis.row, basis.row["steps"]
     own = steps * head_cost(bench["head_ms"], bench["slots"])
     return (
-        f"Predicted for vocabularies by the same rule, from the arm “{row['label']}” at concurrency {basis.level}. A draft "
-        f"whose id has a slot and is seen in training is taken to be right as often as measured, so that the chance of "
-        f"each next draft goes with the share of such tokens; and a cycle costs {steps} times what a head of N rows takes "
-        f"more, or less. The {steps} heads of {bench['slots']:,} rows take {own:.2f} ms of a cycle of "
-        f"{row['cycle_ms']:.1f} ms ({own / row['cycle_ms']:.1%}), read from memory rather than a cache. The knee is "
-        f"the smallest N within {NEAR:.0%} of the fastest."
+        f"Predicted for vocabularies by the same rule, from the arm “{row['label']}” at concurrency {basis.level}. A "
+        f"draft whose id has a slot and is seen in training is taken to be right as often as measured, so that the "
+        f"chance of each next draft goes with the share of such tokens; a cycle takes {steps} times what a head of N "
+        f"rows takes more, or less. The {steps} heads of {bench['slots']:,} rows take {own:.2f} ms of a cycle of "
+        f"{row['cycle_ms']:.1f} ms ({own / row['cycle_ms']:.1%}), read from memory rather than from a cache. The knee "
+        f"is the smallest N within {NEAR:.0%} of the fastest."
     )
 
 
-def _table(sizes: Metrics, marks: Mapping[str, str], predicted: list[Predicted]) -> str:
+def _table(sizes: Metrics, marks: Mapping[int, str], predicted: list[Predicted]) -> str:
     """A row a size; without predictions the columns that count tokens."""
     by_size = {str(each.slots): each for each in predicted}
     counted = ("coverage_train", "coverage_heldout", "ceiling_heldout", "seen_heldout")
@@ -150,8 +151,8 @@ def _table(sizes: Metrics, marks: Mapping[str, str], predicted: list[Predicted])
     header += ["a head, ms", "ms a cycle", "accept length", "tokens/s"] if predicted else []
     rows = []
     for size, row in sizes.items():
-        name = f"{int(size):,}"
-        cells = [f"**{name}** ({marks[size]})" if size in marks else name]
+        name, mark = f"{int(size):,}", marks.get(int(size))
+        cells = [f"**{name}** ({mark})" if mark else name]
         cells += [figure(row[each], ".1%") for each in counted]
         if predicted:
             cells += _predicted(by_size.get(size))

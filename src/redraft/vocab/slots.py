@@ -19,7 +19,7 @@ def ladder(chosen: int, least: int, most: int) -> list[int]:
 
 
 def drafted(mask: NDArray[np.integer], offsets: Ids) -> NDArray[np.uint8]:
-    """uint8 [T], a mask of the supervised tokens that are drafted: all of an answer but its first, which the prefill gives.
+    """uint8 [T], of the mask the tokens that are drafted: all of an answer but its first, which the prefill gives.
 
     Args:
         mask: [T], nonzero where a token is supervised.
