@@ -6,7 +6,7 @@ from typing import Any
 
 from redraft.bench.load import Plan, measure
 from redraft.bench.machine import machine
-from redraft.bench.slots import measure_head, setting_of
+from redraft.bench.slots import Reads, measure_head, setting_of
 from redraft.bench.verdict import refusal, summary
 from redraft.corpus.corpus import read_corpus
 from redraft.drafter.checkpoint import weights_sha256
@@ -16,9 +16,12 @@ from redraft.engines.prompts import held_out
 from redraft.frame.params import Config
 from redraft.frame.stage import Result, run
 from redraft.target.ends import target_hash
+from redraft.target.folder import weights_folder
+from redraft.target.weights import weight_files
 from redraft.vocab.slots import ladder
 
 TARGET, DRAFTER = Path("artifacts/target"), Path("artifacts/drafter")
+BF16 = 2  # bytes of a weight of the drafter's files
 
 
 def main(config: Config) -> Result:
@@ -58,11 +61,17 @@ def _head(config: Config, engine: Mapping[str, Any]) -> dict[str, Any]:
     slots, found = drafter.draft_vocab_size, {}
     setting = setting_of(engine, int(threads) if threads.isdecimal() else None)
     if setting:
+        target, whole = (_bytes(folder) for folder in (weights_folder(TARGET), DRAFTER))
+        reads = Reads(target, whole - BF16 * slots * drafter.hidden_size, config.params.spec_steps)
         try:
-            found = measure_head(drafter.hidden_size, ladder(slots, 1, drafter.vocab_size), setting)
+            found = measure_head(drafter.hidden_size, ladder(slots, 1, drafter.vocab_size), setting, reads)
         except RuntimeError as error:  # of torch: it must not cost the figures of the bench
             print(f"warning: what the draft head costs could not be measured: {error}")
     return {"slots": slots, "head_ms": found or None}
+
+
+def _bytes(weights: Path) -> int:
+    return sum(path.stat().st_size for path in weight_files(weights))
 
 
 def _headline(levels: dict[str, dict[str, Any]]) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """How many slots? The head is measured as it is served, and other sizes are predicted from what was measured."""
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,8 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redraft.bench import slots as module
-from redraft.bench.slots import Predicted, Setting, cycle_with, head_cost, knee, measure_head, predict_slots, setting_of
+from redraft.bench.slots import (
+    Predicted,
+    Reads,
+    Setting,
+    cycle_with,
+    head_cost,
+    knee,
+    measure_head,
+    predict_slots,
+    setting_of,
+)
 
+READS = Reads(1 << 20, 1 << 16, 2)
 times = st.floats(0.001, 10)
 sizes = st.integers(1, 1 << 17)
 
@@ -32,32 +42,36 @@ def test_no_head_costs_less_than_nothing_or_than_a_smaller_one(head_ms: dict[str
 
 def test_a_head_is_measured_at_every_size_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
-    found = measure_head(64, [16, 1024, 65536], Setting("cpu", "bfloat16", threads=1), seconds=0.05)
+    found = measure_head(64, [16, 1024, 65536], Setting("cpu", "bfloat16", threads=1), READS, seconds=0.05)
     assert torch.get_num_threads() == before
     assert list(found) == ["16", "1024", "65536"]
     assert 0 < found["1024"] < found["65536"]
-    whole = measure_head(64, [65536], Setting("cpu", "float32"), seconds=0.05)["65536"]
-    assert measure_head(64, [65536], Setting("cpu", "float32", parts=8), seconds=0.05)["65536"] < whole
+    whole = measure_head(64, [65536], Setting("cpu", "float32"), READS, seconds=0.05)["65536"]
+    assert measure_head(64, [65536], Setting("cpu", "float32", parts=8), READS, seconds=0.05)["65536"] < whole
     monkeypatch.setattr(module, "MOST_BYTES", 64 * 2 * 2000)
-    assert list(measure_head(64, [16, 1024, 65536], Setting("cpu", "bfloat16"), seconds=0.01)) == ["16", "1024"]
-    assert measure_head(64, [65536], Setting("cpu", "bfloat16"), seconds=0.01) == {}
+    assert list(measure_head(64, [16, 1024, 65536], Setting("cpu", "bfloat16"), READS, seconds=0.01)) == [
+        "16",
+        "1024",
+    ]
+    assert measure_head(64, [65536], Setting("cpu", "bfloat16"), READS, seconds=0.01) == {}
 
 
-def test_what_was_read_is_not_in_the_cache_when_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are read one after the other, and none again before `OVER_CACHE` times the cache was read."""
-    read: list[tuple[int, int]] = []
+@pytest.mark.parametrize(("target", "rows"), [(64 * 2 * 3000, 3000), (1 << 40, 6000), (0, 1)])
+def test_whole_cycles_are_played(target: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as the target has is read, or 1.5 times what the cache holds; and the layer before each head."""
+    read: list[int] = []
     real = torch.nn.functional.linear
 
-    def linear(state: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
-        read.append((window.storage_offset() // 64, len(window)))
-        return real(state, window)
+    def linear(state: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        read.append(len(weights))
+        return real(state, weights)
 
     monkeypatch.setattr(torch.nn.functional, "linear", linear)
     monkeypatch.setattr(module, "_cache", lambda device: 64 * 2 * 4000)
-    measure_head(64, [16, 1000], Setting("cpu", "bfloat16"), seconds=0.01)
-    assert max(start + rows for start, rows in read) <= 6000
-    assert all(start == before + rows or start == 0 for (before, rows), (start, _) in pairwise(read))
-    assert sum(start == 0 for start, _ in read) <= len(read) // 8
+    measure_head(64, [16, 1000], Setting("cpu", "bfloat16"), Reads(target, 64 * 2 * 500, 3), seconds=0.01)
+    layer = min(500, rows)
+    turn = [rows, *[layer, 16] * 3] * 2 + [rows, *[layer, 1000] * 3] * 2
+    assert read == turn * (len(read) // len(turn))
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 SECONDS = 2.0
 """What measuring may take, the filling of the weights aside."""
-LEAST_ROUNDS, MOST_ROUNDS = 5, 200
+LEAST_ROUNDS, MOST_ROUNDS = 3, 100
 MOST_BYTES = 2 << 30
-"""Of weights that are read in turn."""
+"""Of a head."""
 OF_FREE = 0.25
-"""Of the memory that is free."""
+"""Of the memory that is free, for a head, and for what stands for the target."""
 OVER_CACHE = 1.5
-"""Times the last cache of the processor: what was read comes from memory when its turn comes again."""
+"""Times the last cache of the processor: of a larger target no more need be read to leave nothing else in it."""
 NEAR = 0.01
 """Of the fastest rate that is predicted."""
 DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16"}
@@ -45,6 +45,18 @@ class Setting:
     """Of the processor; None for those that this process has."""
     parts: int = 1
     """Devices that hold an equal share of the rows each."""
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a cycle reads besides the heads."""
+
+    target: int
+    """Bytes, once."""
+    layer: int
+    """Bytes of the drafter without its head, before every head."""
+    drafts: int
+    """Heads of a cycle."""
 
 
 def setting_of(described: Mapping[str, Any], threads: int | None = None) -> Setting | None:
@@ -66,55 +78,77 @@ def setting_of(described: Mapping[str, Any], threads: int | None = None) -> Sett
     return Setting(device, dtype, own if device == "cpu" else None, int(described.get("tp_size") or 1))
 
 
-def measure_head(hidden: int, sizes: Sequence[int], setting: Setting, seconds: float = SECONDS) -> dict[str, float]:
+def measure_head(
+    hidden: int, sizes: Sequence[int], setting: Setting, reads: Reads, seconds: float = SECONDS
+) -> dict[str, float]:
     """Time of one position's head by N, ms: the product of a hidden state with N rows, and its argmax.
 
-    A real head comes from memory each time: between two drafts the drafter's layer was read, between two cycles the
-    whole target. So one block of weights, larger than the last cache, is read in turn, the sizes taking turns too.
+    How much of a head a cache still holds depends on what was read since: so whole cycles are played, with as many
+    bytes of other weights in place of target and layer. The sizes take turns, each with one cycle before the timed one.
 
     Args:
         hidden: of the drafter.
         sizes: N, ascending; those that do not fit the memory are left out.
         setting: see there. The product is over the rows of one of its `parts`; gathering the logits is not in it.
+        reads: of a cycle of the engine.
         seconds: about how long to measure.
     """
     import torch
 
     dtype, device = getattr(torch, setting.dtype), torch.device(setting.device)
-    row = hidden * dtype.itemsize
-    most = min(MOST_BYTES, int(OF_FREE * _free(device))) // row
-    shares = {size: -(-size // setting.parts) for size in sizes if -(-size // setting.parts) <= most}
+    row, free = hidden * dtype.itemsize, int(OF_FREE * _free(device))
+    shares = {size: -(-size // setting.parts) for size in sizes}
+    shares = {size: rows for size, rows in shares.items() if rows * row <= min(MOST_BYTES, free)}
     if not shares:
         return {}
+    target = min(reads.target // setting.parts, int(OVER_CACHE * _cache(device)), free)
     before = torch.get_num_threads()
     torch.set_num_threads(setting.threads or before)
     try:
         with torch.inference_mode():
-            rows = max(*shares.values(), min(most, int(OVER_CACHE * _cache(device)) // row), 1)
-            weights = _filled(rows, hidden, dtype, device)
-            return {str(size): round(ms, 5) for size, ms in _time(weights, shares, seconds).items()}
+            head, rest = (
+                _filled(max(1, rows), hidden, dtype, device) for rows in (max(shares.values()), target // row)
+            )
+            layer = rest[: max(1, reads.layer // setting.parts // row)]
+            taken = _play(head, shares, [rest, *[layer] * reads.drafts], seconds)
+            return {str(size): round(float(np.median(times)), 5) for size, times in taken.items()}
     finally:
         torch.set_num_threads(before)
 
 
-def _time(weights: "torch.Tensor", shares: Mapping[int, int], seconds: float) -> dict[int, float]:
-    """Median ms by size; `shares` are the rows that are read for it."""
+def _play(
+    head: "torch.Tensor", shares: Mapping[int, int], others: Sequence["torch.Tensor"], seconds: float
+) -> dict[int, list[float]]:
+    """Mean ms of the heads of a cycle, by size and cycle; `shares` are rows of the head, `others` what is read besides.
+
+    The first of these opens a cycle, each further one comes before a head.
+    """
     import torch
 
-    state, place = torch.randn(weights.shape[1]).to(weights), 0
+    state = torch.randn(head.shape[1]).to(head)
+
+    def read(weights: "torch.Tensor") -> float:
+        start = time.perf_counter()
+        int(torch.nn.functional.linear(state, weights).argmax())  # as a number: waits for a GPU
+        return 1000 * (time.perf_counter() - start)
+
+    def cycle(rows: int) -> float:
+        heads = []
+        read(others[0])
+        for layer in others[1:]:
+            read(layer)
+            heads.append(read(head[:rows]))
+        return float(np.mean(heads))
+
     taken: dict[int, list[float]] = {size: [] for size in shares}
     began = time.perf_counter()
-    for number in range(-1, MOST_ROUNDS):  # the first round warms up
-        if number >= LEAST_ROUNDS and time.perf_counter() - began > seconds:
+    while (done := len(taken[min(taken)])) < MOST_ROUNDS:
+        if done >= LEAST_ROUNDS and time.perf_counter() - began > seconds:
             break
         for size, rows in shares.items():
-            place = place if place + rows <= len(weights) else 0
-            window, place = weights[place : place + rows], place + rows
-            start = time.perf_counter()
-            int(torch.nn.functional.linear(state, window).argmax())  # as a number: waits for a GPU
-            if number >= 0:
-                taken[size].append(1000 * (time.perf_counter() - start))
-    return {size: float(np.median(times)) for size, times in taken.items()}
+            cycle(rows)  # that the caches are as between two cycles of this size
+            taken[size].append(cycle(rows))
+    return taken
 
 
 def _filled(rows: int, hidden: int, dtype: "torch.dtype", device: "torch.device") -> "torch.Tensor":

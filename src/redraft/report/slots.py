@@ -136,10 +136,10 @@ def _model(bench: Metrics, basis: Basis) -> str:
     return (
         f"Predicted for vocabularies by the same rule, from the arm “{row['label']}” at concurrency {basis.level}. A "
         f"draft whose id has a slot and is seen in training is taken to be right as often as measured, so that the "
-        f"chance of each next draft goes with the share of such tokens; a cycle takes {steps} times what a head of N "
-        f"rows takes more, or less. The {steps} heads of {bench['slots']:,} rows take {own:.2f} ms of a cycle of "
-        f"{row['cycle_ms']:.1f} ms ({own / row['cycle_ms']:.1%}), read from memory rather than from a cache. The knee "
-        f"is the smallest N within {NEAR:.0%} of the fastest."
+        f"chance of each next draft goes with the share of such tokens; a cycle of {steps} drafted changes by {steps} "
+        f"times the difference of the heads. At {bench['slots']:,} slots they take {own:.2f} ms of a cycle of "
+        f"{row['cycle_ms']:.1f} ms ({own / row['cycle_ms']:.1%}). The knee is the smallest N within {NEAR:.0%} of the "
+        f"fastest."
     )
 
 
