@@ -3,9 +3,11 @@
 import copy
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from redraft.drafter.checkpoint import weights_sha256, write_checkpoint
 from redraft.engines.arm import PLAIN, Arm, chain
 from redraft.engines.engine import Generation
 from redraft.frame.params import load_config
-from redraft.report.page import STAGES, draw, page
+from redraft.report.page import PLOTTED, STAGES, draw, page
 
 MACHINE = {"processor": "Example 9000", "cores": 4, "memory_gib": 8, "gpus": ["H9", "H9"], "host": "abc"}
 ENGINE = {"engine": "sglang", "version": "0.5.23", "device": "cuda", "dtype": "bfloat16"}
@@ -233,3 +235,86 @@ def test_shifts_that_were_not_measured_are_told(metrics: dict[str, Any]) -> None
     assert "Shift -1 was not measured: no layer_1 in the shard." in text(metrics)
     found["shifts"] = {}
     assert "inputs of" not in text(metrics).partition("## Which layers")[2].partition("##")[0]
+
+
+def sized(metrics: dict[str, Any], head: float = 1e-4, shares: tuple[float, ...] = (0.8, 0.9, 0.92)) -> dict[str, Any]:
+    """With the figures of three sizes, the middle one chosen; a slot more takes the head `head` ms longer."""
+    sizes = dict(zip((1024, metrics["vocab"]["slots"], 8192), shares, strict=True))
+    names = ("coverage_train", "coverage_heldout", "ceiling_heldout", "seen_heldout")
+    metrics["vocab"]["by_slots"] = {str(size): dict.fromkeys(names, share) for size, share in sizes.items()}
+    metrics["bench"] |= {"slots": metrics["vocab"]["slots"], "head_ms": {str(size): head * size for size in sizes}}
+    return metrics
+
+
+def slots_of(metrics: dict[str, Any], folder: Path) -> str:
+    """The section; its picture, and every other that the page refers to, is drawn."""
+    told = text(metrics)
+    curves = {
+        name: [{"step": 1, "slot": 1, "loss": 1.0, "accuracy": 0.1, "joint": 0.1, "moved": 1}] for name in PLOTTED
+    }
+    draw(folder, metrics, curves)  # type: ignore[arg-type]
+    pictures = re.findall(r"\]\(report/(\w+)\.svg\)", told)
+    assert sorted(pictures) == sorted(path.stem for path in folder.glob("*.svg"))
+    return told.partition("## How many slots?")[2].partition("\n## ")[0]
+
+
+def test_how_many_slots_is_predicted_and_the_knee_marked(metrics: dict[str, Any], tmp_path: Path) -> None:
+    told = slots_of(sized(metrics), tmp_path)
+    assert "No other size is predicted to be faster by more than the bench's interval can tell (+0.0%)." in told
+    assert re.search(r"\| \*\*3,072\*\* \(chosen, knee\) \| 90\.0% \| .* \| 0\.307 \| ", told)
+    assert "“1 drafted” at concurrency 1" in told
+    picture = (tmp_path / "slots.svg").read_text()
+    assert "chosen, knee" in picture
+    assert "Predicted tokens per second" in picture
+
+
+def test_another_size_is_advised_where_the_bench_could_tell(metrics: dict[str, Any], tmp_path: Path) -> None:
+    sized(metrics, head=0.0, shares=(0.3, 0.4, 0.8))
+    for row in metrics["bench"]["levels"]["1"]["rows"].values():
+        row["accepted_at"] = [0.4, 0.1]
+    assert "**Try `vocab.slots: 8192` in the profile: +" in slots_of(metrics, tmp_path)
+    for row in metrics["bench"]["levels"]["1"]["rows"].values():
+        row["ratio_high"] = 9.0
+    assert "No other size is predicted to be faster" in slots_of(metrics, tmp_path)
+    dear = slots_of(sized(metrics, head=1e-3, shares=(0.9, 0.91, 0.92)), tmp_path)
+    assert "**1,024** (knee)" in dear
+    assert "**3,072** (chosen)" in dear
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda found: found["bench"].pop("slots"), "the bench does not tell the cost of a head"),
+        (lambda found: found["bench"].update(slots=7), "another number of slots"),
+        (lambda found: found["bench"].update(head_ms=None), "the cost of a head was not measured"),
+        (lambda found: found["bench"].update(head_ms={"3072": 99.0}), "more than a whole cycle"),
+        (lambda found: found["bench"].update(levels={}), "no concurrency of the bench has a valid chain"),
+        (
+            lambda found: [level.update(word="invalid") for level in found["bench"]["levels"].values()],
+            "no concurrency of the bench has a valid chain",
+        ),
+        (lambda found: found["remap"].update(option="keep_donor_vocab"), "keeps the donor's vocabulary"),
+        (
+            lambda found: [row.update(seen_heldout=0.0) for row in found["vocab"]["by_slots"].values()],
+            "no held-out token that is drafted",
+        ),
+    ],
+)
+def test_without_a_prediction_coverage_is_told_and_why(
+    change: Callable[[dict[str, Any]], Any], why: str, metrics: dict[str, Any], tmp_path: Path
+) -> None:
+    change(sized(metrics))
+    told = slots_of(metrics, tmp_path)
+    assert "Coverage alone" in told
+    assert why in told
+    assert "| **3,072** (chosen) | 90.0% |" in told
+    assert "tokens/s" not in told
+    assert "Coverage by number of slots" in (tmp_path / "slots.svg").read_text()
+
+
+def test_figures_of_before_have_no_such_section(metrics: dict[str, Any], tmp_path: Path) -> None:
+    metrics["vocab"].pop("by_slots", None)
+    assert slots_of(metrics, tmp_path) == ""
+    sized(metrics)
+    metrics["vocab"]["by_slots"] = {"3072": metrics["vocab"]["by_slots"]["3072"]}  # a target of few ids
+    assert "**3,072** (chosen, knee)" in slots_of(metrics, tmp_path / "one")

@@ -4,14 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_mapping import mappings
 
 from redraft.frame.errors import RedraftError
+from redraft.train.step import counted_positions
 from redraft.vocab.audit import audit, drift_curve
-from redraft.vocab.build import build, count_tokens, coverage, read_vocab, write_vocab
+from redraft.vocab.build import build, count_tokens, coverage, rank, read_vocab, write_vocab
 from redraft.vocab.mapping import Mapping
+from redraft.vocab.slots import by_slots, drafted, ladder
 
 
 @given(
@@ -32,6 +35,55 @@ def test_the_most_frequent_ids_are_chosen_whatever_the_order(
     ranked = sorted((n for n in range(20) if n not in forced), key=lambda n: (-int(counts[n]), n))
     assert list(built.mapping.ids) == sorted([*forced, *ranked[: size - len(forced)]])
     assert built.padded == sum(counts[n] == 0 for n in ranked[: size - len(forced)])
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=20, max_size=20),
+    st.sets(st.integers(0, 22)),
+    st.sets(st.integers(0, 22)),
+)
+def test_every_size_covers_what_a_vocabulary_built_of_it_does(
+    counted: list[tuple[int, int]], forced: set[int], decodable: set[int]
+) -> None:
+    train, heldout = (np.array(column) for column in zip(*counted, strict=True))
+    order = rank(train, forced=forced, decodable=decodable)
+    sizes = range(max(1, order.forced), len(order.ids) + 1)
+    found = by_slots(order, train, heldout, heldout, sizes)
+    for size in sizes:
+        mapping = build(train, size, forced=forced, decodable=decodable).mapping
+        row = found[str(size)]
+        assert row["coverage_train"] == coverage(mapping, train)
+        assert row["coverage_heldout"] == row["ceiling_heldout"] == coverage(mapping, heldout)
+        total = max(1, int(heldout.sum()))
+        assert row["seen_heldout"] == sum(heldout[number] for number in mapping.ids if train[number]) / total
+    with pytest.raises(RedraftError):  # no vocabulary beyond the last
+        build(train, len(order.ids) + 1, forced=forced, decodable=decodable)
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=4))
+def test_the_tokens_that_are_drafted_are_those_that_training_counts(masks: list[list[int]]) -> None:
+    masks = [[0, *mask] for mask in masks]  # a prompt is before every answer
+    offsets = np.cumsum([0, *map(len, masks)])
+    documents = torch.repeat_interleave(torch.arange(len(masks)) + 1, torch.from_numpy(np.diff(offsets)))
+    mask = np.array([flag for each in masks for flag in each], np.uint8)
+    counted = counted_positions(torch.from_numpy(mask)[None], documents[None], 1)[0, 0]
+    expected = np.zeros(len(mask), np.uint8)
+    expected[counted.nonzero()[:, 0].numpy() + 2] = 1
+    assert list(drafted(mask, offsets)) == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "least", "most", "sizes"),
+    [
+        (3072, 252, 49152, [1024, 2048, 3072, 4096, 8192, 16384, 32768, 49152]),
+        (32000, 3000, 163840, [4096, 8192, 16384, 32000, 32768, 65536]),
+        (400, 270, 600, [400, 600]),
+        (400, 270, 400, [400]),
+        (100_000, 1, 163840, [1024, 2048, 4096, 8192, 16384, 32768, 65536, 100_000]),
+    ],
+)
+def test_the_sizes_that_are_looked_at(chosen: int, least: int, most: int, sizes: list[int]) -> None:
+    assert ladder(chosen, least, most) == sizes
 
 
 def test_a_token_seen_only_outside_answers_does_not_count() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from redraft.frame.params import Params
-from redraft.report import bench
+from redraft.report import bench, slots
 from redraft.report.plots import bars, drift, lines, save_svg
 from redraft.report.tables import figure, interval, markdown
 
@@ -35,6 +35,7 @@ def draw(folder: Path, metrics: Metrics, curves: dict[str, list[dict[str, float]
         "drift": drift(curves["drift"]),
         "acceptance": bars("Drafts accepted, by position", "share of verify steps", _accepted(metrics["probe"])),
         **bench.plots(metrics["bench"]),
+        **slots.plots(metrics),
     }
     for name, spec in plots.items():
         save_svg(folder / f"{name}.svg", spec)
@@ -54,6 +55,7 @@ def page(params: Params, metrics: Metrics) -> str:
         _training(params, metrics["train"], metrics["donor"], metrics["probe"]),
         _probe(params, metrics["probe"], metrics["bench"]["engine"].get("dtype")),
         bench.section(metrics["bench"], _drawn, _engine(metrics["bench"]["engine"])),
+        *slots.section(metrics, _drawn),
         _data(metrics),
     ]
     return "\n\n".join(sections) + "\n"

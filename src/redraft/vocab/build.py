@@ -36,6 +36,17 @@ class Vocabulary:
     """Ids of the tokenizer that the target has no row for, and that are left out."""
 
 
+@dataclass(frozen=True)
+class Order:
+    """In which order ids are taken into a vocabulary."""
+
+    ids: Ids
+    """int64 [U], the forced ones first; the first N of them are the vocabulary of N slots."""
+    forced: int
+    outside: tuple[int, ...]
+    """As in `Vocabulary`."""
+
+
 def count_tokens(ids: NDArray[np.integer], mask: NDArray[np.integer], vocab_size: int) -> Ids:
     """Occurrences of each id at supervised positions, int64 [V].
 
@@ -74,34 +85,38 @@ def build(counts: Ids, size: int, *, forced: Iterable[int] = (), decodable: Iter
     Raises:
         RedraftError: `size` out of range, more forced ids than slots, or too few ids to choose from.
     """
+    vocab_size, order = len(counts), rank(counts, forced=forced, decodable=decodable)
+    if not 0 < size <= vocab_size or order.forced > size:
+        raise RedraftError(
+            "The draft vocabulary cannot have this size.",
+            where="vocab.slots in the profile",
+            expected=f"{max(1, order.forced)} ({order.forced} forced ids) to {vocab_size}",
+            found=size,
+        )
+    if len(order.ids) < size:
+        raise RedraftError(
+            "The tokenizer has fewer ids than the draft vocabulary has slots.",
+            where="vocab.slots in the profile",
+            expected=f"at most {len(order.ids)}",
+            found=size,
+        )
+    padded = int((counts[order.ids[order.forced : size]] == 0).sum())
+    return Vocabulary(Mapping(np.sort(order.ids[:size]), vocab_size), order.forced, padded, order.outside)
+
+
+def rank(counts: Ids, *, forced: Iterable[int] = (), decodable: Iterable[int]) -> Order:
+    """The ids in the order in which vocabularies of growing size take them; arguments as of `build`."""
     vocab_size = len(counts)
     wanted, usual = np.unique(np.fromiter(forced, np.int64)), np.fromiter(decodable, np.int64)
     must = wanted[wanted < vocab_size]
     outside = np.union1d(wanted, usual)
-    outside = outside[outside >= vocab_size]
-    if not 0 < size <= vocab_size or len(must) > size:
-        raise RedraftError(
-            "The draft vocabulary cannot have this size.",
-            where="vocab.slots in the profile",
-            expected=f"{max(1, len(must))} ({len(must)} forced ids) to {vocab_size}",
-            found=size,
-        )
     known = np.zeros(vocab_size, bool)
     known[usual[usual < vocab_size]] = True
     usable = known | (counts > 0)
     usable[must] = False
     candidates = np.flatnonzero(usable)
-    ranked = candidates[np.lexsort((candidates, -counts[candidates]))][: size - len(must)]
-    chosen = np.sort(np.concatenate([must, ranked]))
-    if len(chosen) < size:
-        raise RedraftError(
-            "The tokenizer has fewer ids than the draft vocabulary has slots.",
-            where="vocab.slots in the profile",
-            expected=f"at most {len(chosen)}",
-            found=size,
-        )
-    padded = int((counts[ranked] == 0).sum())
-    return Vocabulary(Mapping(chosen, vocab_size), len(must), padded, tuple(outside.tolist()))
+    ranked = candidates[np.lexsort((candidates, -counts[candidates]))]
+    return Order(np.concatenate([must, ranked]), len(must), tuple(outside[outside >= vocab_size].tolist()))
 
 
 def coverage(mapping: Mapping, counts: Ids) -> float:
