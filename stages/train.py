@@ -19,6 +19,7 @@ from redraft.train import gate
 from redraft.train.batches import require_share
 from redraft.train.loop import fit
 from redraft.train.measure import Heldout
+from redraft.train.walk import chats
 from redraft.vocab.build import read_vocab
 
 TARGET = Path("artifacts/target")
@@ -61,6 +62,7 @@ def main(config: Config) -> Result:
         "slots": len(drafter.mapping),
         "spec_steps": params.ttt_steps,
         "samples": corpora["heldout"].samples,
+        "chats": chats(corpora["heldout"].samples),
         "start": fitted.start.walks,
         "kept": fitted.heldout.walks,
     }
