@@ -50,6 +50,8 @@ def _race(arguments: argparse.Namespace) -> None:
     grid = parse([*(f"{key}={values}" for key, values in named.items() if values), *arguments.settings])
     who = contenders(arguments.init.split(","), grid, profile)
     shares = _shares(arguments.shares)
+    if arguments.jobs < 1:
+        raise RedraftError("At least one training runs at a time.", where="--jobs", found=arguments.jobs)
     require_visible(profile)
     race = race_id()
     queue, cycles = Queue(f"race-{race}-", arguments.jobs), cycles_here(params.engine)
@@ -65,6 +67,7 @@ def _race(arguments: argparse.Namespace) -> None:
         queue.stop()
         print("the race was stopped; started again it takes up what has finished", file=sys.stderr)
         raise
+    queue.forget()
     _, told, said = answer(rungs)
     written = write(Path("race"), profile, race, rungs, cycles)
     print(f"\n{told.replace('**', '')} {said.told}\n\n{written}\n{mlflow(race, profile)}")

@@ -1,5 +1,6 @@
 """Who races: settings of params and profile, each with a name, on budgets that are shares of the same tokens."""
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,8 +57,12 @@ def contenders(inits: Sequence[str], grid: Mapping[str, Sequence[str]], profile:
 
 
 def _plain(text: str) -> str:
-    """`text` with what the name of an experiment may hold."""
-    return re.sub(r"[^A-Za-z0-9_.]+|\.{2,}", "-", text).strip("-.")
+    """`text` as the name of an experiment may hold it; two texts never become one."""
+    plain = re.sub(r"[^A-Za-z0-9_.]+|\.{2,}", "-", text).strip("-.")
+    if plain == text:
+        return plain
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    return f"{plain}-{digest[:4]}"
 
 
 def parse(settings: Sequence[str]) -> dict[str, list[str]]:

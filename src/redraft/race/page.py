@@ -86,7 +86,8 @@ def _table(rungs: Sequence[Rung], speeds: bool) -> str:
                 cells.append("failed" if name in rung.failed else NONE)
                 continue
             speed = f"; {result.speed:.1f}/s" if speeds and result.speed else ""
-            cells.append(_length(result.train["heldout"]) + speed)
+            kept = "" if result.train["kept_step"] else ", untrained weights kept"
+            cells.append(_length(result.train["heldout"]) + speed + kept)
         slots = f"{first.walk.slots:,}" if first else NONE
         rows.append((f"`{name}`", slots, _length(first.train["start"]) if first else NONE, *cells))
     return markdown(("", "slots", "untrained", *(f"{_budget(rung)}: {_tokens(rung)} tokens" for rung in rungs)), rows)

@@ -66,7 +66,6 @@ def _curves(title: str, y_title: str, rows: list[dict[str, Any]]) -> dict[str, A
                 "encoding": {**place, "text": {"field": "contender", "type": "nominal"}},
             },
         ],
-        "padding": {"left": 5, "top": 5, "bottom": 5, "right": 8 * max(map(len, names), default=0)},
     }
 
 

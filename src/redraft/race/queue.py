@@ -142,6 +142,11 @@ class Queue:
             if left and not any(task.status == "Running" for task in listed):
                 self.start()
 
+    def forget(self) -> None:
+        """Take the tasks that succeeded off DVC's list, which is long enough; the experiments stay."""
+        if over := self._mine("Success"):
+            dvc("queue", "remove", *over)
+
     def log(self, name: str) -> list[str]:
         """The last lines that a failed task wrote."""
         try:
