@@ -1,10 +1,12 @@
 """train: fit the initial drafter to the target's hidden states."""
 
+import json
 import tempfile
 from pathlib import Path
 
 from redraft.corpus.corpus import read_corpus
 from redraft.drafter.checkpoint import read_checkpoint, read_parts, weights_sha256, write_checkpoint
+from redraft.frame import atomic
 from redraft.frame.curves import write_curve
 from redraft.frame.launch import is_main
 from redraft.frame.params import Config
@@ -17,6 +19,7 @@ from redraft.train import gate
 from redraft.train.batches import require_share
 from redraft.train.loop import fit
 from redraft.train.measure import Heldout
+from redraft.train.walk import chats
 from redraft.vocab.build import read_vocab
 
 TARGET = Path("artifacts/target")
@@ -54,6 +57,16 @@ def main(config: Config) -> Result:
     drafter.record |= {"training": params.model_dump(mode="json"), "hidden": states["train"].fingerprint}
     drafter.record |= {"target": identity["target"], "steps": fitted.kept, "heldout": heldout}
     write_checkpoint(Path("artifacts/drafter"), drafter, layers, TARGET)
+    walks = {
+        "heldout": states["heldout"].fingerprint,
+        "slots": len(drafter.mapping),
+        "spec_steps": params.ttt_steps,
+        "samples": corpora["heldout"].samples,
+        "chats": chats(corpora["heldout"].samples),
+        "start": fitted.start.walks,
+        "kept": fitted.heldout.walks,
+    }
+    atomic.write_text(Path("artifacts/walks.json"), json.dumps(walks, ensure_ascii=False) + "\n")
     write_curve(Path("plots/train.csv"), fitted.curve)
     write_curve(Path("plots/heldout.csv"), fitted.evaluations)
     fitted.state.discard()

@@ -83,7 +83,7 @@ def main(job: dict[str, object]) -> None:
         world = dist.get_world_size() if dist.is_initialized() else 1
         found = {"world": world, "backend": dist.get_backend() if dist.is_initialized() else None, "weights": weights}
         found |= {name: getattr(fitted, name) for name in ("curve", "tokens", "steps")}
-        found |= {"start": fitted.start.metrics(), "heldout": fitted.heldout.metrics()}
+        found |= {"start": fitted.start.metrics(), "heldout": fitted.heldout.metrics(), "walks": fitted.heldout.walks}
         Path(str(job["out"])).write_text(json.dumps(found))
 
 

@@ -59,6 +59,7 @@ def test_processes_and_accumulation_change_nothing(
         for mine, its in zip(first["curve"], other["curve"], strict=True):
             assert its["lr"] == pytest.approx(mine["lr"], rel=1e-12)
             assert its["loss"] == pytest.approx(mine["loss"], abs=1e-5)
+        assert other["walks"] == first["walks"]  # each document once
         for when in ("start", "heldout"):
             assert other[when]["positions"] == first[when]["positions"]
             for name, value in first[when].items():

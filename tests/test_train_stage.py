@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, extracted, some_checkpoint, some_mapping, write_states
+from conftest import ROOT, SLOTS, extracted, some_checkpoint, some_mapping, write_states
 from filelock import FileLock
 from test_hidden import PARAMS, corpus_of
 
@@ -100,6 +100,11 @@ def test_the_figures_are_those_of_the_drafter_that_is_written(folder: Path) -> N
     )
     written = read_checkpoint(folder / "artifacts/drafter")
     assert written.record["heldout"] == heldout
+    walks = json.loads((folder / "artifacts/walks.json").read_text())
+    assert (walks["slots"], walks["spec_steps"], len(walks["samples"])) == (SLOTS, config.fit().ttt_steps, 3)
+    for when, figures in (("start", result.metrics["start"]), ("kept", heldout)):
+        rounds, accepted = (sum(column) for column in zip(*walks[when], strict=True))
+        assert (figures["verify_steps"], figures["accept_length"]) == (rounds, round(1 + accepted / rounds, 4))
     states = HiddenStates(
         read_manifest(folder / "artifacts/hidden/manifest.json"), "heldout", corpus_of([30, 25, 20], seed=0)
     )

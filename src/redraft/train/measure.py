@@ -20,7 +20,7 @@ from redraft.frame.profile import FitParams
 from redraft.hidden.rows import Batch, PackedRows
 from redraft.train.batches import deal
 from redraft.train.step import StepOutput
-from redraft.train.walk import walk
+from redraft.train.walk import chats, walk
 
 Measure = float | None
 
@@ -117,25 +117,29 @@ class Heldout:
     """What serving will give with K drafted tokens, see `redraft.train.walk`; None if no round was complete."""
     verify_steps: int
     """Rounds that `accept_length` pools."""
+    accept_length_interval: Measure = None
+    """Half width of a 95 % interval of `accept_length` over chats; None with fewer than two that have a round."""
+    walks: list[list[int]] = field(default_factory=list)
+    """Of each document, in the order of the corpus, its rounds and the drafts accepted in them."""
     step: int = 0
     """Optimizer steps done before."""
 
     def metrics(self) -> dict[str, Any]:
-        """The figures by the names of metrics files; `accept_length` and `verify_steps` are absent if undefined."""
+        """The figures by the names of metrics files; `accept_length` and what goes with it are absent if undefined."""
         figures: dict[str, Any] = {"positions": self.positions}
         for name in ("loss", "accuracy", "ceiling", "joint"):
             figures |= {f"{name}_{step}": value for step, value in enumerate(getattr(self, name))}
         figures |= {"loss_0_interval": self.loss_interval, "accuracy_0_interval": self.accuracy_interval}
         if self.accept_length is not None:
-            figures |= {"accept_length": self.accept_length, "verify_steps": self.verify_steps}
+            names = ("accept_length", "accept_length_interval", "verify_steps")
+            figures |= {name: getattr(self, name) for name in names}
         return figures
 
     def row(self) -> dict[str, float]:
         """One row of the held-out curve, without what is undefined."""
         row = {"step": self.step, "loss": self.loss[0], "accuracy": self.accuracy[0], "joint": self.joint_acceptance}
-        return {
-            name: value for name, value in {**row, "accept_length": self.accept_length}.items() if value is not None
-        }
+        walked = {"accept_length": self.accept_length, "accept_length_interval": self.accept_length_interval}
+        return {name: value for name, value in {**row, **walked}.items() if value is not None}
 
     @property
     def joint_acceptance(self) -> float:
@@ -180,24 +184,27 @@ class Measurement:
 
     The intervals are those of a mean over clusters: the positions of a row depend on each other, rows do not. With s_r
     the sum and c_r the count of row r, Var = sum (s_r - m c_r)^2 / (sum c_r)^2 (the linearised ratio estimator of
-    survey sampling, Cochran 1977, 6.11).
+    survey sampling, Cochran 1977, 6.11). The clusters of the accept length are chats: accepted drafts over rounds.
     """
 
     def __init__(self, rows: PackedRows, steps: int, device: torch.device) -> None:
-        self.row_tokens, self.steps, self.tally = rows.row_tokens, steps, Tally()
+        self.rows, self.steps, self.tally = rows, steps, Tally()
         self.clusters = torch.zeros(2, 2, len(rows), dtype=torch.float64, device=device)
         """Of loss and accuracy at the first step, sum and count by row."""
-        self.rounds = torch.zeros(steps + 1, dtype=torch.int64, device=device)
-        """By accepted drafts."""
+        self.rounds = torch.zeros(len(rows.states), steps + 1, dtype=torch.int64, device=device)
+        """Of each document, by accepted drafts."""
 
     def add(self, output: StepOutput, batch: Batch, numbers: list[int]) -> None:
         """Count a batch whose first rows are `numbers`; the rest is padding."""
         self.tally.add(output)
-        row = torch.tensor(numbers, dtype=torch.int64, device=output.flat.device)[output.flat // self.row_tokens]
+        row = torch.tensor(numbers, dtype=torch.int64, device=output.flat.device)[output.flat // self.rows.row_tokens]
         firsts = (output.losses[0], output.contributing()[0]), (output.correct[0], output.counted[0])
         for index, (values, counts) in enumerate(firsts):
             self.clusters[index].index_add_(1, row, torch.stack([values * counts, counts]).double())
-        self.rounds += walk(output, batch.input_ids, batch.loss_mask, batch.documents)
+        walked = walk(output, batch.input_ids, batch.loss_mask, batch.documents)
+        for place, number in enumerate(numbers):
+            documents = self.rows.rows[number]
+            self.rounds[documents] += walked[place, : len(documents)]
 
     def found(self, accelerator: Accelerator | None = None) -> Heldout:
         """What the sums are worth, added up over processes."""
@@ -206,7 +213,7 @@ class Measurement:
             clusters, rounds = accelerator.reduce(clusters), accelerator.reduce(rounds)
             self.tally.reduce(accelerator)
         tally, (loss, accuracy) = self.tally, clusters.cpu()
-        walked = Acceptance(self.steps, rounds.tolist())
+        walked, walks = Acceptance(self.steps, rounds.sum(0).tolist()), _walks(rounds.cpu())
         return Heldout(
             tally.positions,
             tally.loss,
@@ -217,7 +224,20 @@ class Measurement:
             accuracy_interval=_half_width(accuracy),
             accept_length=walked.metrics()["accept_length"] if walked.verify_steps else None,
             verify_steps=walked.verify_steps,
+            accept_length_interval=_half_width(self._by_chat(walks)),
+            walks=walks.tolist(),
         )
+
+    def _by_chat(self, walks: Tensor) -> Tensor:
+        """Accepted drafts and rounds, fp64 [2, chats]; `walks` int64 [documents, 2]."""
+        states = self.rows.states
+        chat = torch.tensor(chats([states.sample(index) for index in range(len(states))]))
+        return torch.zeros(2, int(chat.max()) + 1, dtype=torch.float64).index_add_(1, chat, walks.flip(1).T.double())
+
+
+def _walks(rounds: Tensor) -> Tensor:
+    """Rounds and the drafts accepted in them, int64 [documents, 2], of rounds by accepted drafts [documents, K + 1]."""
+    return torch.stack([rounds.sum(1), rounds @ torch.arange(rounds.shape[1])], 1)
 
 
 @torch.no_grad()

@@ -64,7 +64,7 @@ CODE = (
     "drafter/model.py",
     "hidden/formats.py",
     "hidden/rows.py",
-    *(f"train/{name}.py" for name in ("attention", "batches", "loop", "measure", "step", "update")),
+    *(f"train/{name}.py" for name in ("attention", "batches", "loop", "measure", "step", "update", "walk")),
 )
 """Files of the package that decide what a training makes."""
 

@@ -1,0 +1,1 @@
+"""Which start wins on equal budgets?"""
