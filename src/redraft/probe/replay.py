@@ -107,7 +107,7 @@ class Replay:
         output = ttt_step(drafter, self._slots, self.target.embed, head, read, self.spec_steps)
         if ids is not None:
             output = replace(output, drafted=torch.from_numpy(ids).to(aux.device)[output.logits.argmax(-1)])
-        return walk(output, batch.input_ids, batch.loss_mask, batch.documents).tolist()
+        return walk(output, batch.input_ids, batch.loss_mask, batch.documents).sum((0, 1)).tolist()
 
     def faults(self, donor: Mapping | None) -> Iterator[tuple[str, Callable[[], Counts]]]:
         """Every known fault of serving, with what it would accept; `donor` is another mapping that may have got in."""
