@@ -11,7 +11,7 @@ from redraft.report.tables import NONE, markdown
 MOST_LINES = 25
 MOST_PARAMS, MOST_PICTURES, MOST_ROWS, LONGEST = 8, 12, 12, 40
 SHARES = ("accuracy", "ceiling", "coverage")
-FORMS = {"ratio": ".2f", "ratio_low": ".2f", "trained_tokens": ",d"}
+FORMS = {"ratio": ".2f", "ratio_low": ".2f", "trained_tokens": ",.0f"}
 LABELS = {
     "ratio": "tokens/s, times plain",
     "ratio_low": "… low end of its interval",
@@ -109,7 +109,7 @@ def _number(value: Any, form: str) -> str:
         return _short(value)
     if value is None or isinstance(value, bool) or not isinstance(value, int | float):
         return NONE
-    return format(round(value) if form.endswith("d") else value, form)
+    return format(value, form)
 
 
 def _line(title: str, items: Sequence[str], most: int = 4) -> str:

@@ -79,7 +79,8 @@ def revision(name: str) -> Revision:
             cause="this clone is shallow" if shallow else None,
             fix="git fetch --unshallow, in CI fetch-depth: 0 for the checkout" if shallow else "git fetch",
         )
-    return Revision(name, commit.split()[0].decode())
+    found = commit.split()[0].decode()
+    return Revision(found[:12] if name == found else name, found)
 
 
 def _experiment(name: str) -> bytes | None:

@@ -23,7 +23,7 @@ class Gates(Section):
 
 
 class Params(FitKnobs):
-    """`params.yaml`: the knobs people turn, all at top level so that `dvc exp run -S lr=5e-5` works."""
+    """`params.yaml`: the knobs people turn, all at top level so that `dvc exp run -S lr=1e-3` works."""
 
     profile: str
     """Name of a file in `profiles/`."""
