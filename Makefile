@@ -1,5 +1,6 @@
 # `make repro` and `make test` do their own set-up on a machine with Python 3.11 or newer and git.
 PYTHON ?= python3
+UI_PORT ?= 5000
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
@@ -40,11 +41,11 @@ lock-check: setup
 	@out=$$(dvc repro --dry --allow-missing 2>&1); rc=$$?; echo "$$out"; \
 		test $$rc -eq 0 && ! echo "$$out" | grep -v "Running stage .machine." | grep -q "Running stage"
 
-# compare runs: http://127.0.0.1:5000, "Model training"; a server of your team serves its own
+# compare runs: http://127.0.0.1:5000 (or make ui UI_PORT=…), "Model training"; a server of your team serves its own
 ui: setup
 	@case "$$MLFLOW_TRACKING_URI" in \
 	http://*|https://*) echo "MLflow is there already: $$(echo "$$MLFLOW_TRACKING_URI" | sed 's|//[^/@]*@|//|')" ;; \
 	databricks*) echo "MLflow is there already: see the experiments of your Databricks workspace" ;; \
-	*) MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow ui --host 127.0.0.1 --workers 1 \
+	*) MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow ui --host 127.0.0.1 --port $(UI_PORT) --workers 1 \
 		--backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///$(CURDIR)/.store/mlflow.db}" ;; \
 	esac

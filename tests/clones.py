@@ -9,15 +9,17 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
+def environment(cwd: Path) -> dict[str, str]:
+    """In which commands run the code of the clone `cwd`, and ours by name, and no settings of ours reach them."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DVC_", "MLFLOW_", "REDRAFT_"))}
+    # the clone's own code, with bytecode on: __pycache__ must not make a stage stale
+    return kept | {"PATH": path, "PYTHONPATH": str(cwd / "src"), "PYTHONDONTWRITEBYTECODE": ""}
+
+
 def run_in(cwd: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Run a command with the clone's own code."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("DVC_", "MLFLOW_", "REDRAFT_"))
-    }
-    # the clone's own code, with bytecode on: __pycache__ must not make a stage stale
-    environment |= {"PATH": path, "PYTHONPATH": str(cwd / "src"), "PYTHONDONTWRITEBYTECODE": ""}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=cwd, env=environment(cwd), capture_output=True, text=True, check=False)
 
 
 def shell(*command: str, cwd: Path) -> str:

@@ -1,7 +1,6 @@
 """Kimi-K2.5 rehearsed: real `dvc repro` of profile `kimi-tiny`, its states from this process and from vLLM."""
 
 import json
-import re
 import shlex
 import shutil
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from clones import clone_of, metrics, ran, shell
 from conftest import ROOT
+from typed import commands_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 FROM_STATES = {"machine", "donor", "audit", "extract", "remap", "train", "probe", "bench", "report"}
@@ -72,8 +72,7 @@ IN_SMALL = {
 
 def commands() -> list[str]:
     """Commands of the run book that are ours or DVC's."""
-    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/kimi-k25.md").read_text(), re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines() if line.startswith(("redraft ", "dvc "))]
+    lines = [line for line in commands_of(ROOT / "docs/kimi-k25.md") if line.startswith(("redraft ", "dvc "))]
     for theirs, ours in IN_SMALL.items():
         lines = [line.replace(theirs, ours) for line in lines]
     return lines

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 
-from redraft.cli import corpus, drafter, mapping, plan, project, race, runs, store
+from redraft.cli import corpus, diff, drafter, mapping, plan, project, race, runs, store
 from redraft.frame.errors import RedraftError, explained
 
 
@@ -15,7 +15,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="redraft", description="Carry an EAGLE-3 drafter to a new target.")
     parser.add_argument("--version", action="version", version=f"redraft {version('redraft')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (project, plan, corpus, mapping, drafter, runs, race, store):
+    for group in (project, plan, corpus, mapping, drafter, runs, diff, race, store):
         group.add_to(commands)
     return parser
 

@@ -39,7 +39,7 @@ class RedraftError(Exception):
         fix: str | None = None,
         tail: str = "",
     ) -> None:
-        self.what = what
+        self.what, self.found = what, found
         details = {
             "where": where,
             "expected": expected,

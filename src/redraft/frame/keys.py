@@ -23,7 +23,7 @@ def page() -> str:
         '`true` is no number and `"10"` no 10; numbers are finite. `null` stands for: not given.',
         "## `params.yaml`: the knobs people turn",
         "A knob that says `profile` takes the value in the profile's section `knobs`; a value in `params.yaml`, or one "
-        "by `dvc exp run -S lr=5e-5`, overrides it.",
+        "by `dvc exp run -S lr=1e-3`, overrides it.",
         _table(Params),
         "## `profiles/<profile>.yaml`: what describes a target",
         "`dvc exp run -S 'profiles/mine.yaml:vocab.slots=16000'` changes one for an experiment.",

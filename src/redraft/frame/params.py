@@ -5,14 +5,25 @@ from typing import Any, Literal
 
 from redraft.frame.errors import RedraftError
 from redraft.frame.profile import FitKnobs, FitParams, Profile, load_profile
-from redraft.frame.section import Positive, Section, read_object, validate
+from redraft.frame.section import NotNegative, Positive, Section, read_object, validate
 
 FROM_PROFILE = "profile"
 """Value of a knob that is not set on purpose: the profile's own is taken."""
 
 
+class Gates(Section):
+    """How far a figure of `metrics/summary.json` may fall before `redraft diff --gate` fails."""
+
+    accept_length: NotNegative = 0.1
+    """Of served accept length, in tokens."""
+    ratio_low: NotNegative = 0.1
+    """Of the low end of tokens/s against the plain target's."""
+    coverage: NotNegative = 0.01
+    """Of the held-out coverage of the draft vocabulary, a share."""
+
+
 class Params(FitKnobs):
-    """`params.yaml`: the knobs people turn, all at top level so that `dvc exp run -S lr=5e-5` works."""
+    """`params.yaml`: the knobs people turn, all at top level so that `dvc exp run -S lr=1e-3` works."""
 
     profile: str
     """Name of a file in `profiles/`."""
@@ -28,6 +39,7 @@ class Params(FitKnobs):
     """What probe and bench serve with."""
     spec_steps: Positive
     """Tokens drafted per verify step in the probe."""
+    gates: Gates = Gates()
 
 
 class Config(Section):

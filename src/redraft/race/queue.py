@@ -47,16 +47,20 @@ def tasks(text: str) -> list[Task]:
 
 def _said(command: Sequence[str], what: str) -> str:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    try:
-        done = subprocess.run(
-            command, env={**os.environ, "PATH": path}, capture_output=True, text=True, stdin=subprocess.DEVNULL
-        )
-    except OSError as error:
-        raise RedraftError(what, where=" ".join(command), found=error.strerror) from error
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as fault:
+        # files, not pipes: a worker that `dvc queue start` leaves behind would hold a pipe open until nothing is queued
+        try:
+            done = subprocess.run(
+                command, env={**os.environ, "PATH": path}, stdout=out, stderr=fault, stdin=subprocess.DEVNULL
+            )
+        except OSError as error:
+            raise RedraftError(what, where=" ".join(command), found=error.strerror) from error
+        for file in (out, fault):
+            file.seek(0)
+        said, told = out.read(), fault.read()
     if done.returncode:
-        told = (done.stderr.strip() or done.stdout.strip()).removeprefix("ERROR: ")
-        raise RedraftError(what, where=" ".join(command), found=told)
-    return done.stdout
+        raise RedraftError(what, where=" ".join(command), found=(told.strip() or said.strip()).removeprefix("ERROR: "))
+    return said
 
 
 def git(*arguments: str) -> str:

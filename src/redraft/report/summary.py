@@ -11,15 +11,16 @@ def summary(metrics: Mapping[str, Metrics]) -> Summary:
     """The summary of a run, from the metrics of its stages by name; None is what was not measured.
 
     The bench's figures are those of its lowest valid concurrency; its verdict is that level's word, without figures.
+    Figures of probe and bench that are of another drafter than the one trained last are none, the verdict is `stale`.
     """
-    remap, train, probe = metrics["remap"], metrics["train"], metrics["probe"]
-    first, heldout = remap["first_step"], train["heldout"]
-    word, ratio, low = _bench(metrics["bench"])
+    remap, train, probe, bench = (metrics[stage] for stage in ("remap", "train", "probe", "bench"))
+    first, heldout, drafter = remap["first_step"], train["heldout"], train["drafter"]
+    word, ratio, low = _bench(bench) if bench["drafter"] == drafter else ("stale", None, None)
     return {
         "verdict": word,
         "ratio": ratio,
         "ratio_low": low,
-        "served_accept_length": probe["accept_length"],
+        "served_accept_length": probe["accept_length"] if probe["drafter"] == drafter else None,
         "predicted_accept_length": heldout.get("accept_length"),
         "accuracy": heldout["accuracy_0"],
         "ceiling": heldout["ceiling_0"],

@@ -1,0 +1,1 @@
+"""What moved between two revisions, and whether it matters."""
