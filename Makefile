@@ -4,7 +4,7 @@ UI_PORT ?= 5000
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: repro test engines test-engines setup lock-check ui
+.PHONY: repro test test-tutorial engines test-engines setup lock-check ui
 
 setup: $(VENV)/ready
 
@@ -26,7 +26,10 @@ test: setup
 	ruff check .
 	ruff format --check .
 	mypy
-	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile -m 'not engine'
+	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile -m 'not engine and not tutorial'
+
+test-tutorial: setup
+	pytest -m tutorial
 
 # the real SGLang and vLLM on a machine without a GPU, see tests/engines/README.md: once per machine, 8 GB
 engines: setup
@@ -46,6 +49,6 @@ ui: setup
 	@case "$$MLFLOW_TRACKING_URI" in \
 	http://*|https://*) echo "MLflow is there already: $$(echo "$$MLFLOW_TRACKING_URI" | sed 's|//[^/@]*@|//|')" ;; \
 	databricks*) echo "MLflow is there already: see the experiments of your Databricks workspace" ;; \
-	*) MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow ui --host 127.0.0.1 --port $(UI_PORT) --workers 1 \
+	*) PYTHONWARNINGS=ignore MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow ui --host 127.0.0.1 --port $(UI_PORT) --workers 1 \
 		--backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///$(CURDIR)/.store/mlflow.db}" ;; \
 	esac

@@ -21,10 +21,12 @@ def main(config: Config) -> Result:
         draw(folder, metrics, curves)
     text = page(config.params, metrics)
     atomic.write_text("report.md", text)
-    atomic.write_json(Path("metrics/summary.json"), summary(metrics))
+    figures = summary(metrics)
+    atomic.write_json(Path("metrics/summary.json"), figures)
     here = Path(os.environ.get("DVC_ROOT", ".")).resolve() == Path.cwd()  # else a temporary run: the file will be gone
     print(f"{text.splitlines()[0].strip('*')}\nreport: report.md{'' if here else ', once the experiment is applied'}")
-    return Result()
+    numbers = {f"summary/{name}": value for name, value in figures.items() if isinstance(value, int | float)}
+    return Result(headline=numbers, tags={"verdict": str(figures["verdict"]), "drafter": metrics["train"]["drafter"]})
 
 
 if __name__ == "__main__":

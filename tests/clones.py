@@ -48,6 +48,19 @@ def clone_of(folder: Path, profile: str) -> Path:
     return folder
 
 
+def commit_all(folder: Path, message: str) -> None:
+    for key, value in (("user.name", "test"), ("user.email", "test@localhost"), ("commit.gpgsign", "false")):
+        shell("git", "config", key, value, cwd=folder)
+    shell("git", "add", "--all", cwd=folder)
+    shell("git", "commit", "--quiet", "--allow-empty", "--no-verify", "--message", message, cwd=folder)
+
+
+def copy_of(finished: Path, folder: Path) -> Path:
+    """A copy of a finished clone with cache, store and times, so that nothing in it is stale."""
+    shell("cp", "--archive", "--reflink=auto", str(finished), str(folder), cwd=finished)
+    return folder
+
+
 def metrics(folder: Path, stage: str) -> dict[str, object]:
     return json.loads((folder / "metrics" / f"{stage}.json").read_text())
 

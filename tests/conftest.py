@@ -5,7 +5,10 @@ import os
 import re
 import shutil
 import signal
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from clones import clone_of, commit_all, shell
+from filelock import FileLock
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from redraft.corpus.corpus import Corpus, write_corpus
@@ -100,6 +105,23 @@ def save_target(model: torch.nn.Module, folder: Path) -> Path:
     model.save_pretrained(folder)
     record = {"source": "test", "revision": None, "weights": "."}
     (folder / "target.json").write_text(json.dumps(record))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone of the working tree after `dvc repro` of profile `tiny` and a commit; made once for all test processes.
+
+    Nobody changes it: `clones.copy_of` gives one of your own.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "finished-tiny"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            making = clone_of(folder.with_suffix(".making"), "tiny")
+            shell("dvc", "repro", cwd=making)
+            commit_all(making, "tiny")
+            making.rename(folder)
     return folder
 
 
@@ -315,6 +337,35 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_database: P
     (tmp_path / ".store").mkdir()
     shutil.copy(empty_database, tmp_path / ".store" / "mlflow.db")
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def server_database(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Path:
+    return Path(shutil.copy(empty_database, tmp_path_factory.mktemp("server")))
+
+
+@pytest.fixture(scope="module")
+def server(server_database: Path) -> Iterator[str]:
+    """The address of a real tracking server."""
+    folder = server_database.parent
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = (
+        f"mlflow server --host 127.0.0.1 --port {port} --workers 1 --backend-store-uri sqlite:///{server_database}"
+    )
+    env = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    process = subprocess.Popen([sys.executable, "-m", *command.split()], cwd=folder, env=env, start_new_session=True)
+    try:
+        for _ in range(300):
+            with socket.socket() as asked:
+                if asked.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, 15)
+        process.wait()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

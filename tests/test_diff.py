@@ -375,3 +375,12 @@ def test_a_summary_of_a_bench_without_a_valid_level() -> None:
     stages["train"]["heldout"].pop("accept_length")
     told = summary(stages)
     assert told["first_loss_naive"] is told["predicted_accept_length"] is None
+
+
+def test_the_low_end_is_no_news_where_the_ratio_is_none() -> None:
+    row = {"label": "2 drafted", "ratio": 1.33, "ratio_low": 1.32, "ratio_high": 1.34}
+    base, head = (
+        Side(summary(each), each, {}, {}, "x") for each in (metrics(), metrics(bench__levels__1__rows__2=row))
+    )
+    found = {each.name: each.state for each in figures(base, head)}
+    assert (found["ratio"], found["ratio_low"]) == (State.NOISE, State.NOISE)

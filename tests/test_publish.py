@@ -3,13 +3,11 @@
 import json
 import os
 import shutil
-import socket
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -109,7 +107,7 @@ def committed(workspace: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, 
         files = [ROOT / "metrics" / f"{stage}{end}.json" for end in ("", "_timing")]
         metrics, timing = (json.loads(path.read_text()) if path.is_file() else {} for path in files)
         with stage_run(stage, load_config()) as tracked:
-            tracked.publish(metrics, timing, {}, {})
+            tracked.publish(metrics, timing, {}, {}, {})
         found[stage] = {**metrics, "timing": timing}
     assert capsys.readouterr().err == ""
     return found
@@ -135,7 +133,9 @@ def test_hostile_sources_lose_no_figure(workspace: Path, names: list[str]) -> No
     """C68."""
     shares = {name: 1 / (2 + number) for number, name in enumerate(names)}
     with stage_run("vocab", load_config()) as tracked:
-        tracked.publish({"slots": 3, "coverage_by_source": {"train": shares}}, {"seconds": 1.0}, {}, {"vocab/x": 1.0})
+        tracked.publish(
+            {"slots": 3, "coverage_by_source": {"train": shares}}, {"seconds": 1.0}, {}, {"vocab/x": 1.0}, {}
+        )
     child, parent = children("vocab")[-1], parents()[-1]
     assert child.info.status == "FINISHED"
     found = dict(child.data.metrics)
@@ -356,35 +356,6 @@ def test_a_deleted_run_stays_deleted(
     run("train", lambda _: Result({"slots": 5}, headline={"train/loss": 2.0}))
     publish(monkeypatch)
     assert [parent.data.metrics for parent in parents()] == [{"train/loss": 2}]
-
-
-@pytest.fixture(scope="module")
-def server_database(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Path:
-    return Path(shutil.copy(empty_database, tmp_path_factory.mktemp("server")))
-
-
-@pytest.fixture(scope="module")
-def server(server_database: Path) -> Iterator[str]:
-    """The address of a real tracking server."""
-    folder = server_database.parent
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = (
-        f"mlflow server --host 127.0.0.1 --port {port} --workers 1 --backend-store-uri sqlite:///{server_database}"
-    )
-    env = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    process = subprocess.Popen([sys.executable, "-m", *command.split()], cwd=folder, env=env, start_new_session=True)
-    try:
-        for _ in range(300):
-            with socket.socket() as asked:
-                if asked.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        os.killpg(process.pid, 15)
-        process.wait()
 
 
 def test_a_real_server_gets_all_but_what_it_refuses(

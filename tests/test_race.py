@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from clones import clone_of, run_in, shell
+from clones import copy_of, run_in, shell
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -275,15 +275,8 @@ def test_the_list_of_the_queue() -> None:
 
 
 @pytest.mark.slow
-def test_a_race_on_tiny_agrees_with_a_separate_run(tmp_path: Path) -> None:
-    clone = clone_of(tmp_path / "clone", "tiny")
-    shell("git", "config", "user.email", "a@example.com", cwd=clone)
-    shell("git", "config", "user.name", "a", cwd=clone)
-    shell("git", "add", "-A", cwd=clone)
-    shell("git", "commit", "-qm", "tiny", cwd=clone)
-    shell("dvc", "repro", "remap", cwd=clone)
-    shell("git", "add", "-A", cwd=clone)
-    shell("git", "commit", "-qm", "finished", cwd=clone)
+def test_a_race_on_tiny_agrees_with_a_separate_run(finished_tiny: Path, tmp_path: Path) -> None:
+    clone = copy_of(finished_tiny, tmp_path / "clone")
     command = [
         sys.executable,
         "-m",

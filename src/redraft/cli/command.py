@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 
-from redraft.cli import corpus, diff, drafter, mapping, plan, project, race, runs, store
+from redraft.cli import corpus, diff, drafter, mapping, plan, project, race, register, runs, store, verify
 from redraft.frame.errors import RedraftError, explained
 
 
@@ -15,7 +15,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="redraft", description="Carry an EAGLE-3 drafter to a new target.")
     parser.add_argument("--version", action="version", version=f"redraft {version('redraft')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (project, plan, corpus, mapping, drafter, runs, diff, race, store):
+    for group in (project, plan, corpus, mapping, drafter, runs, register, diff, race, store, verify):
         group.add_to(commands)
     return parser
 

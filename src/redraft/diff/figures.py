@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -97,7 +97,11 @@ class Figure:
 def figures(base: Side, head: Side) -> list[Figure]:
     """All figures of both summaries, in the order of the newer one."""
     names = dict.fromkeys([*head.summary, *base.summary])
-    return [_figure(name, base, head) for name in names]
+    found = {name: _figure(name, base, head) for name in names}
+    low = found.get("ratio_low")
+    if low and low.state in (State.BETTER, State.WORSE) and found.get("ratio", low).state is State.NOISE:
+        found["ratio_low"] = replace(low, state=State.NOISE)  # the end of an interval moves with its middle
+    return list(found.values())
 
 
 def _figure(name: str, base: Side, head: Side) -> Figure:

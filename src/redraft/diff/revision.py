@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from redraft.frame.errors import RedraftError
 
@@ -47,9 +48,10 @@ class Revision:
         if data is None:
             return {}
         try:
-            found = json.loads(data) if path.endswith(".json") else yaml.safe_load(data)
+            # YAML 1.2, as DVC: for a reader of 1.1 `4e-3` is text
+            found = json.loads(data) if path.endswith(".json") else YAML(typ="safe").load(data)
             reason = f"a {type(found).__name__}"
-        except (ValueError, yaml.YAMLError) as error:
+        except (ValueError, YAMLError) as error:
             found, reason = None, str(error).splitlines()[0]
         if not isinstance(found, dict):
             raise RedraftError(

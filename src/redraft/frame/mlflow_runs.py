@@ -7,6 +7,7 @@ or params, so caching is untouched, and two people with the same commit and para
 Figures come before the status. The status of the parent is that of `redraft.frame.pipeline`, whichever journal is sent.
 """
 
+import json
 import os
 import warnings
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from filelock import FileLock
 
 from redraft.frame.errors import RedraftError
 from redraft.frame.journal import RUNNING, State, first, lines, run_of, state
-from redraft.frame.mlflow_client import Refused, address, client, log, tracking_uri
+from redraft.frame.mlflow_client import Refused, address, client, is_away, log, reason, tracking_uri
 from redraft.frame.mlflow_names import LONGEST_PARAM, LONGEST_TAG, shortened, valid_name
 from redraft.frame.pipeline import pipeline_state
 from redraft.frame.store import home, workspace
@@ -98,9 +99,38 @@ def _send_lines(server: Any, path: Path, child: Any, parent: Any, refused: Refus
         if parent:
             headlines = [{"numbers": line["headline"], "time": line["time"]} for line in part if "headline" in line]
             log(server, parent.info.run_id, _metrics(headlines, refused), refused)
+            _send_rest(server, parent.info.run_id, part, refused)
         log(server, run, _metrics(part, refused), refused)
         server.set_tag(run, SENT_TAG, str(left[: start + 100][-1][1]))
     return len(left)
+
+
+def _send_rest(server: Any, run: str, part: list[dict[str, Any]], refused: Refused) -> None:
+    """Tags, files and inputs of the pipeline run; a file that was sent before is replaced.
+
+    Raises:
+        Exception: the server is away.
+    """
+    for line in part:
+        for name, value in line.get("tags", {}).items() if "headline" in line else ():
+            server.set_tag(run, name, shortened(value, LONGEST_TAG))
+        try:
+            if "file" in line and Path(line["file"]).is_file():
+                server.log_artifact(run, line["file"], line["to"] or None)
+            if line.get("inputs"):
+                server.log_inputs(run, datasets=[_dataset(each) for each in line["inputs"]])
+        except Exception as error:
+            if is_away(error):
+                raise
+            refused[Path(line["file"]).name if "file" in line else "inputs"] = reason(error)
+
+
+def _dataset(told: dict[str, str]) -> Any:
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    source = json.dumps({"uri": told["source"]})
+    dataset = Dataset(name=told["name"], digest=told["digest"], source_type="local", source=source)
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", told["context"])])
 
 
 def _params(header: dict[str, Any], run: Any) -> list[Any]:

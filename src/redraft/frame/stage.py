@@ -28,6 +28,8 @@ class Result:
     """By name; each row has `step` and values."""
     headline: dict[str, float] = field(default_factory=dict)
     """The few figures by which runs are compared."""
+    tags: dict[str, str] = field(default_factory=dict)
+    """Words by which runs are found."""
     refused: RedraftError | None = None
     """Fails the stage after its figures are written: they are whole, and below what was asked."""
 
@@ -72,7 +74,7 @@ def run(
             if result.metrics is not None:
                 atomic.write_json(Path("metrics") / f"{name}.json", result.metrics)
             atomic.write_json(Path("metrics") / f"{name}_timing.json", seconds)
-            tracked.publish(result.metrics or {}, seconds, result.curves, result.headline)
+            tracked.publish(result.metrics or {}, seconds, result.curves, result.headline, result.tags)
             if result.refused:
                 raise result.refused
     except (RedraftError, OSError) as error:

@@ -11,15 +11,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from redraft.frame import mlflow_client
+from redraft.frame.attachments import attach, inputs
 from redraft.frame.errors import RedraftError
 from redraft.frame.journal import FAILED, FINISHED, KILLED, NOT_DECISIVE, Journal, Row
 from redraft.frame.launch import is_main
+from redraft.frame.load import sampled
 from redraft.frame.mlflow_client import Refused, address, reason
 from redraft.frame.mlflow_names import figures, flat
 from redraft.frame.mlflow_runs import send
@@ -82,13 +84,14 @@ class StageRun:
     """One run of a stage, told to its journal and from there to MLflow; on other ranks than 0 it does nothing."""
 
     def __init__(self, name: str, config: Config) -> None:
-        self.name, self.warned, self.next = name, False, 0.0
+        self.name, self.warned, self.next, self.began = name, False, 0.0, time.time()
         self.refused: Refused = {}
         self.journal: Journal | None = None
         if is_main():
             params = flat(config.params.model_dump(mode="json"))
             params |= flat({"profile": config.profile.model_dump(mode="json")})
             header = {"stage": name, "key": pipeline_key(params), "params": params, "tags": _tags(params["profile"])}
+            self.profile = params["profile"]
             self.journal = Journal.start({**header, "fingerprint": decisive_files()})
             self._send(LIVE_PATIENCE)
 
@@ -100,9 +103,17 @@ class StageRun:
                 self._send(LIVE_PATIENCE)
 
     def publish(
-        self, metrics: dict[str, Any], timing: dict[str, Any], curves: dict[str, list[Row]], headline: Row
+        self,
+        metrics: dict[str, Any],
+        timing: dict[str, Any],
+        curves: dict[str, list[Row]],
+        headline: Mapping[str, float],
+        tags: Mapping[str, str],
     ) -> None:
-        """The figures that are known when the stage ends: every number in `metrics` and `timing`, lists by index."""
+        """What is known when the stage ends: every number in `metrics` and `timing`, lists by index; and its files.
+
+        `headline` and `tags` are of the whole pipeline run.
+        """
         if not self.journal:
             return
         for curve, rows in curves.items():
@@ -110,7 +121,11 @@ class StageRun:
                 self.journal.row(curve, row)
         numbers = figures({**metrics, "timing": timing})
         self.journal.write({"numbers": {f"{self.name}/{key}": value for key, value in numbers.items()}})
-        self.journal.write({"headline": {key: float(value) for key, value in headline.items()}})
+        self.journal.write({"headline": {key: float(value) for key, value in headline.items()}, "tags": {**tags}})
+        for line in attach(self.name, self.journal.path.with_suffix(""), self.began):
+            self.journal.write(line)
+        if self.name == "train":
+            self.journal.write({"inputs": inputs(self.profile)})
 
     def end(self, status: str, error: str = "") -> None:
         """Close the journal and send what is left; `error` is the reason of a failure."""
@@ -164,7 +179,8 @@ def stage_run(name: str, config: Config) -> Iterator[StageRun]:
     tracked = StageRun(name, config)
     status, error = FAILED, ""
     try:
-        yield tracked
+        with sampled(tracked.journal.row if tracked.journal else None):
+            yield tracked
         status = FINISHED
     except (SystemExit, KeyboardInterrupt):
         status = KILLED

@@ -1,0 +1,1 @@
+"""Does what is committed come out again?"""
