@@ -4,7 +4,7 @@ UI_PORT ?= 5000
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: repro test test-tutorial engines test-engines setup lock-check ui
+.PHONY: repro test test-journeys engines test-engines setup lock-check ui
 
 setup: $(VENV)/ready
 
@@ -26,10 +26,11 @@ test: setup
 	ruff check .
 	ruff format --check .
 	mypy
-	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile -m 'not engine and not tutorial'
+	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile -m 'not engine and not journey'
 
-test-tutorial: setup
-	pytest -m tutorial
+# the tutorial as it is typed, experiments, clusters
+test-journeys: setup
+	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile -m journey
 
 # the real SGLang and vLLM on a machine without a GPU, see tests/engines/README.md: once per machine, 8 GB
 engines: setup

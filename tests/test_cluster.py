@@ -16,7 +16,7 @@ from dvc.utils.hydra import apply_overrides
 
 from redraft.frame.process import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.journey, pytest.mark.timeout(600)]
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/cluster.md").read_text(), re.DOTALL)
 
 

@@ -384,3 +384,68 @@ def test_the_low_end_is_no_news_where_the_ratio_is_none() -> None:
     )
     found = {each.name: each.state for each in figures(base, head)}
     assert (found["ratio"], found["ratio_low"]) == (State.NOISE, State.NOISE)
+
+
+def test_a_shallow_clone_does_not_guess_where_a_branch_began(
+    repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commit before is there, but it is not where three commits of work left `main`."""
+    git("checkout", "-qb", "work")
+    for number in range(3):
+        write(metrics(), {"lr": 0.1 + number})
+        commit(f"work {number}")
+    git("clone", "-q", "--depth", "2", "-b", "work", f"file://{repo}", str(tmp_path / "shallow"))
+    monkeypatch.chdir(tmp_path / "shallow")
+    git("fetch", "-q", "--depth", "1", "origin", "main:refs/remotes/origin/main")
+    git("remote", "set-head", "origin", "main")
+    _, code = said(capsys, monkeypatch)
+    assert "fetch-depth: 0" in str(code)
+
+
+def test_a_folder_without_git_is_named_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    _, code = said(capsys, monkeypatch)
+    assert "git repository" in str(code)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"remap__first_step": {"remap_fitted": {"loss": 1.0, "loss_interval": "x"}}},
+        {"remap__first_step": {"remap_fitted": {"loss": 1.0, "loss_interval": math.nan}}},
+        {"probe__verify_steps": "x", "probe__accept_length": 1.1},
+        {"train__heldout__accuracy_0_interval": "x", "train__heldout__accuracy_0": 0.1},
+        {"train__heldout__accuracy_0": "x"},
+        {"train__heldout__accuracy_0": math.nan},
+        {"vocab__coverage_heldout": True},
+    ],
+)
+def test_an_odd_value_is_no_traceback(
+    changes: dict[str, Any], repo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(metrics(**changes), {})
+    text, code = said(capsys, monkeypatch, "HEAD", "--gate")
+    assert code in (0, 1)
+    assert text.startswith("**ship**")
+
+
+def test_an_odd_level_of_the_bench_is_no_traceback(
+    repo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = metrics()
+    stages["bench"]["levels"] = {"x": {}}
+    Path("metrics/bench.json").write_text(json.dumps(stages["bench"]))
+    text, code = said(capsys, monkeypatch, "HEAD")
+    assert code == 0
+    assert text.startswith("**ship**")
+
+
+def test_a_subfolder_is_no_project(
+    repo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repo / "metrics")
+    _, code = said(capsys, monkeypatch, "HEAD", "HEAD", "--gate")
+    assert "no project here" in str(code)

@@ -288,17 +288,18 @@ def test_answers_here_are_those_of_the_engine_torch(pad: bool, tiny_folder: Path
     engine = TorchEngine(model, None, 0, stop)
     known = [{"id": each, "messages": [user(f"Where would I find a {each}?")]} for each in ("lathe", "crow")]
     rows = [*chats(14), *known, {"id": "long", "messages": [user("Tell me about the owl. " * 65)]}]
-    found = list(regenerate(model, tokenizer, rows, stop=stop, max_new_tokens=50, batch=6))
-    assert [row["id"] for row in found] == [row["id"] for row in rows]
     finishes = set()
-    for row in found:
-        for turn, message in zip(given_turns(row["messages"]), made(row), strict=True):
-            own = engine.generate(turn.prompt, min(50, 512 - len(turn.prompt)))
-            assert (message["generated_ids"], message["finish"]) == (own.ids, own.finish)
-            finishes.add(own.finish)
+    for most in (3, 50):  # how long an answer is differs by processor; 3 tokens cut some on each
+        found = list(regenerate(model, tokenizer, rows, stop=stop, max_new_tokens=most, batch=6))
+        assert [row["id"] for row in found] == [row["id"] for row in rows]
+        for row in found:
+            for turn, message in zip(given_turns(row["messages"]), made(row), strict=True):
+                own = engine.generate(turn.prompt, min(most, 512 - len(turn.prompt)))
+                assert (message["generated_ids"], message["finish"]) == (own.ids, own.finish)
+                finishes.add(own.finish)
     assert finishes == {"stop", "length"}
     (turn,) = given_turns(found[-1]["messages"])
-    assert len(turn.answer) == 512 - len(turn.prompt) < 50
+    assert len(turn.answer) <= 512 - len(turn.prompt) < 50
 
 
 def test_an_interrupted_run_here_goes_on(tiny_folder: Path, model: Any, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typed import commands_of
 from redraft.frame.process import free_port
 from redraft.verify.compare import compare
 
-pytestmark = [pytest.mark.tutorial, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.journey, pytest.mark.timeout(900)]
 CLONE = "git clone "
 """The line that the test does itself, of the working tree."""
 

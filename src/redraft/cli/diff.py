@@ -30,12 +30,17 @@ def _diff(arguments: argparse.Namespace) -> None:
     from redraft.diff.figures import Side, figures
     from redraft.diff.page import page
     from redraft.diff.revision import WORKSPACE, Revision, base_of, revision
+    from redraft.frame.errors import RedraftError
     from redraft.frame.params import Gates
     from redraft.frame.section import validate
 
     head = revision(arguments.head) if arguments.head else Revision(WORKSPACE, None)
     base = revision(arguments.base) if arguments.base else base_of(head)
     sides = Side.read(base), Side.read(head)
+    if not any(side.params for side in sides):
+        raise RedraftError(
+            "There is no project here.", where=Path.cwd(), expected="params.yaml, as at the root of a project"
+        )
     found, changed, drawn = figures(*sides), params(*sides), pictures(base, head)
     gates = validate(Gates, sides[1].params.get("gates") or {}, Path(f"{head.name}: params.yaml")).model_dump()
     judged = judge(found, gates) if arguments.gate else []

@@ -23,7 +23,9 @@ def params(base: Side, head: Side) -> dict[str, tuple[Any, Any]]:
     if name == base.params.get("profile"):
         for side, values in zip((base, head), sides, strict=True):
             values |= {f"profiles/{name}:{key}": value for key, value in flatten(dict(side.profile)).items()}
-    names = dict.fromkeys([*sides[1], *sides[0]])
+    names = sorted(
+        dict.fromkeys([*sides[1], *sides[0]]), key=lambda name: not name.startswith("gates.")
+    )  # never unseen
     pairs = {name: (sides[0].get(name), sides[1].get(name)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]} if base.params else {}
 

@@ -63,7 +63,11 @@ class Side:
 
     def half(self, name: str) -> float | None:
         """Half width of the 95 % interval of a figure of the summary; None where the metrics hold none."""
-        return _HALVES[name](self.stages) if name in _HALVES else None
+        try:
+            half = _plain(_HALVES[name](self.stages)) if name in _HALVES else None
+        except (TypeError, ValueError, AttributeError):  # not what redraft writes: then it has no interval
+            return None
+        return half if _is_number(half) else None
 
 
 def _summary(revision: Revision, stages: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -73,7 +77,7 @@ def _summary(revision: Revision, stages: Mapping[str, Mapping[str, Any]]) -> Map
     """
     try:
         return summary(stages)
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         return revision.mapping("metrics/summary.json")
 
 

@@ -72,17 +72,26 @@ def revision(name: str) -> Revision:
     """
     commit = _git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}", "--") or _experiment(name)
     if commit is None:
-        shallow = (_git("rev-parse", "--is-shallow-repository") or b"").strip() == b"true"
-        raise RedraftError(
-            "There is no such revision.",
-            where="redraft diff",
-            expected="a commit, branch, tag, or an experiment of `dvc exp list --all-commits`",
-            found=name,
-            cause="this clone is shallow" if shallow else None,
-            fix="git fetch --unshallow, in CI fetch-depth: 0 for the checkout" if shallow else "git fetch",
-        )
+        if _git("rev-parse", "--git-dir") is None:
+            raise RedraftError("This is no git repository.", where=str(Path.cwd()), expected="a project in git")
+        raise _unknown("There is no such revision.", name)
     found = commit.split()[0].decode()
     return Revision(found[:12] if name == found else name, found)
+
+
+def _shallow() -> bool:
+    return (_git("rev-parse", "--is-shallow-repository") or b"").strip() == b"true"
+
+
+def _unknown(what: str, name: str) -> RedraftError:
+    return RedraftError(
+        what,
+        where="redraft diff",
+        expected="a commit, branch, tag, or an experiment of `dvc exp list --all-commits`",
+        found=name,
+        cause="this clone is shallow" if _shallow() else None,
+        fix="git fetch --unshallow, in CI fetch-depth: 0 for the checkout" if _shallow() else "git fetch",
+    )
 
 
 def _experiment(name: str) -> bytes | None:
@@ -97,7 +106,7 @@ def base_of(head: Revision) -> Revision | None:
     On that branch it is the commit before, and of a workspace with edits the last commit. None: there is none.
 
     Raises:
-        RedraftError: this is no git repository.
+        RedraftError: this is no git repository, or a shallow clone that does not reach back to where `head` left.
     """
     tip = revision(head.commit or "HEAD").commit
     edited = head.commit is None and bool(_git("status", "--porcelain", "--untracked-files=no"))
@@ -107,10 +116,13 @@ def base_of(head: Revision) -> Revision | None:
             return Revision(name, commit)
         if fork:
             break
+    else:
+        if _shallow():  # the commit before is a guess: there may be more of them
+            raise _unknown("This clone does not reach back to where the revision left the default branch.", head.name)
     if edited:
         return Revision("HEAD", tip)
     before = _git("rev-parse", "--verify", "--quiet", f"{tip}~1^{{commit}}")
-    if before is None and (_git("rev-parse", "--is-shallow-repository") or b"").strip() == b"true":
+    if before is None and _shallow():
         revision(f"{head.commit or 'HEAD'}~1")  # says so
     return Revision(f"{head.commit or 'HEAD'}~1"[:14], before.strip().decode()) if before else None
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
+from redraft.acceptance import length_of_shares
 from redraft.frame.errors import RedraftError
 
 
@@ -43,7 +44,7 @@ class Walk:
     @property
     def length(self) -> float:
         """Accept length, bonus token included; NaN without a round."""
-        return 1 + float(self.accepted.sum() / self.rounds.sum()) if self.rounds.sum() else math.nan
+        return length_of_shares([float(self.accepted.sum() / self.rounds.sum())], 1) if self.rounds.sum() else math.nan
 
     def influence(self) -> NDArray[np.float64]:
         """[chats], by which each chat moves ln L."""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from redraft.frame.errors import RedraftError
 from redraft.race.contenders import Settings
 
 LOOK_SECONDS, ASK_SECONDS = 1.0, 15.0
+MOST_MISSED = 3
+"""Looks in which a task may be in no list."""
 LAST_LINES = 8
 _TASK = re.compile(r"^([0-9a-f]{7})\s+(.*?)\s+(Queued|Running|Failed|Success)\s*$", re.M)
 
@@ -129,22 +132,30 @@ class Queue:
         dvc("queue", "start", "--jobs", str(self.jobs))
 
     def ended(self, names: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-        """Each of `names` as it ends, with its commit, or None if it failed; starts workers where none is left."""
+        """Each of `names` as it ends, with its commit, or None if it failed; starts workers where none is left.
+
+        A task that a worker takes is for a moment neither queued nor running: only one that is missed again has ended.
+        """
         left, seen, asked = list(names), "", -ASK_SECONDS
+        missed: Counter[str] = Counter()
         while left:
             refs, now = git("for-each-ref", "refs/exps"), time.monotonic()
-            if refs == seen and now - asked < ASK_SECONDS:
+            if refs == seen and not missed and now - asked < ASK_SECONDS:
                 time.sleep(LOOK_SECONDS)
                 continue
             listed, done = tasks(dvc("queue", "status")), self.done()
             seen, asked = refs, now
             alive = {task.name for task in listed if task.status in ("Queued", "Running")}
+            missed = Counter({name: missed[name] + 1 for name in left if name not in done and name not in alive})
             for name in list(left):
-                if name in done or name not in alive:
+                if name in done or missed[name] > MOST_MISSED:
                     left.remove(name)
+                    del missed[name]
                     yield name, done.get(name)
             if left and not any(task.status == "Running" for task in listed):
                 self.start()
+            if missed:
+                time.sleep(LOOK_SECONDS)
 
     def forget(self) -> None:
         """Take the tasks that succeeded off DVC's list, which is long enough; the experiments stay."""
