@@ -70,9 +70,7 @@ def test_every_command_works_and_nothing_but_what_changed_runs(typed: tuple[Path
     after_lr = {"train", "probe", "bench", "report"}
     assert set(ran(parts["dvc exp run --name lr-4e-3 -S lr=4e-3"])) == {"machine", *after_lr}
     assert "extract" not in ran(parts["dvc exp run --run-all"])
-    table = parts[
-        "dvc exp show --md --only-changed --drop '(artifacts|data|metrics|plots|src|stages)/' --sort-by predicted_accept_length --sort-order desc"
-    ]
+    table = next(told for command, told in parts.items() if command.startswith("dvc exp show"))
     assert all(name in table for name in ("lr-4e-3", "sweep-1", "sweep-2"))
     assert max(map(len, table.splitlines())) < 300
     for command in ("redraft diff HEAD lr-4e-3", "redraft diff tiny"):
