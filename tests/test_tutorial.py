@@ -73,6 +73,8 @@ def test_every_command_works_and_nothing_but_what_changed_runs(typed: tuple[Path
     table = next(told for command, told in parts.items() if command.startswith("dvc exp show"))
     assert all(name in table for name in ("lr-4e-3", "sweep-1", "sweep-2"))
     assert max(map(len, table.splitlines())) < 300
+    gated = next(told for command, told in parts.items() if command.startswith("redraft diff tiny --gate"))
+    assert gated.count("may fall by") == 3  # `||` would hide a crash
     for command in ("redraft diff HEAD lr-4e-3", "redraft diff tiny"):
         assert "| accept length, predicted |" in parts[command]
         assert "lr` `profile` → `0.004`" in parts[command]
