@@ -4,12 +4,13 @@ Cases C24 (types of `-S`), C25 (what a queued run sees) and C26 (a killed traini
 test_hidden.py.
 """
 
+import hashlib
 import json
 import os
 import re
 import signal
 import subprocess
-import tempfile
+import sys
 import time
 from pathlib import Path
 
@@ -162,8 +163,24 @@ def test_a_second_clone_pulls_and_runs_nothing(clone: Path, tmp_path: Path) -> N
     assert (second / weights).read_bytes() == (clone / weights).read_bytes()
 
 
-def test_verify_runs_head_anew_and_compares(clone: Path) -> None:
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where `redraft verify` makes its folder."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    return tmp_path / "temporary"
+
+
+def test_verify_runs_head_anew_and_compares(
+    clone: Path, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A whole run that comes out the same is in test_tutorial.py."""
+    cache = clone / ".dvc/cache"
+    settings = tmp_path / "settings/dvc/config"  # a cache of the user's, which knows what came of all this
+    settings.parent.mkdir(parents=True)
+    settings.write_text(f"[cache]\n    dir = {cache}\n")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    kept = sorted(cache.rglob("*"))
     (clone / "notes.txt").write_text("not in HEAD")
     shell("git", "add", "notes.txt", cwd=clone)
     done = run_in(clone, "redraft", "verify", "--until", "vocab")
@@ -177,11 +194,56 @@ def test_verify_runs_head_anew_and_compares(clone: Path) -> None:
         "plots/slots.csv",
     }
     assert set(rows.values()) == {"same", "not compared", "compared"}  # and the table's head
-    assert not list(Path(tempfile.gettempdir()).glob("redraft-verify-*"))
+    assert sorted(cache.rglob("*")) == kept
+    assert not list(temporary.glob("redraft-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_verify_that_is_stopped_leaves_nothing(clone: Path, temporary: Path, number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "redraft.cli", "verify"],
+        cwd=clone,
+        env=environment(clone),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=answers_to_signals,
+    )
+    try:
+        for _ in range(600):
+            if any("stages/target.py" in each.info["cmdline"] for each in inside(temporary)):
+                break
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(number)
+        assert process.wait(30) == 130
+        assert not inside(temporary)
+        assert not list(temporary.glob("redraft-*"))
+    finally:
+        process.kill()
+        for left in inside(temporary):
+            left.kill()
+
+
+def inside(folder: Path) -> list[psutil.Process]:
+    """The processes that work under a folder."""
+    found = psutil.process_iter(["cwd", "cmdline"])
+    return [each for each in found if (each.info["cwd"] or "").startswith(str(folder)) and each.info["cmdline"]]
 
 
 def test_what_is_not_as_committed_is_found(clone: Path, tmp_path: Path) -> None:
     tampered = copy_of(clone, tmp_path / "tampered")
+    edited = ("metrics/summary.json", "metrics/bench.json", "metrics/train.json", "report.md")
+    for path in edited:
+        shell("sed", "-i", "-e", "$a \\ ", path, cwd=tampered)
+    (tampered / "report/more.png").write_bytes(b"")
+    (tampered / "plots/slots.csv").unlink()
+    told_of = {each.path: each.how for each in compare(tampered, clone) if each.failed}
+    assert set(told_of) == {*edited, "report", "plots/slots.csv"}
+    assert told_of.pop("plots/slots.csv") == "in dvc.lock, but not committed"
+    assert all("edited after the run" in how for how in told_of.values())
+    restore(tampered)
+    (tampered / "report/more.png").unlink()
     edit(tampered, "metrics/train.json", "0.6")
     (told,) = [each for each in compare(tampered, clone) if each.failed]
     assert told.path == "metrics/train.json"
@@ -202,5 +264,6 @@ def edit(folder: Path, path: str, accuracy: str) -> None:
     values["heldout"]["accuracy_0"] = round(values["heldout"]["accuracy_0"] * 1.01, 6) if accuracy == "0.6" else 0.1
     (folder / path).write_text(json.dumps(values))
     lock = folder / "dvc.lock"
+    md5 = hashlib.md5((folder / path).read_bytes()).hexdigest()
     place = rf"(path: {re.escape(path)}\n\s+hash: md5\n\s+md5: )\w+"
-    lock.write_text(re.sub(place, rf"\g<1>{'c' * 32}", lock.read_text()))
+    lock.write_text(re.sub(place, rf"\g<1>{md5}", lock.read_text()))

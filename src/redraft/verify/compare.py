@@ -1,5 +1,6 @@
 """Two runs of one commit: what must be the same, what may be off by a little, and what says nothing."""
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,7 @@ class Compared:
     path: str
     stage: str
     how: str
-    """`same`, `within tolerance`, `not compared`, or what is different."""
+    """`same`, `within tolerance`, `not compared`, or what is wrong."""
     failed: bool
 
 
@@ -53,6 +54,8 @@ def compare(committed: Path, again: Path, until: str | None = None) -> list[Comp
 def _compared(
     path: str, stage: str, one: str, two: str | None, folders: tuple[Path, Path], same_machine: bool
 ) -> Compared:
+    if wrong := _unlike_lock(folders[0] / path, path, one):  # also of times: nobody may have edited them
+        return Compared(path, stage, wrong, True)
     if path in TIMED or path.endswith("_timing.json"):
         return Compared(path, stage, "not compared", False)
     if two is None:
@@ -66,6 +69,22 @@ def _compared(
         return Compared(path, stage, "not compared: another machine rounds otherwise", False)
     far = next(_far(*(json.loads((folder / path).read_text()) for folder in folders)), None)
     return Compared(path, stage, far or "within tolerance", far is not None)
+
+
+def _unlike_lock(file: Path, path: str, locked: str) -> str:
+    """What is wrong with a committed output that git keeps; its hash in `dvc.lock` is that of the run which made it."""
+    if file.exists():
+        return "" if _md5(file) == locked else "edited after the run: dvc.lock has another hash"
+    return "" if path.startswith("artifacts/") else "in dvc.lock, but not committed"
+
+
+def _md5(path: Path) -> str:
+    """As DVC hashes a file, or a folder of files."""
+    if not path.is_dir():
+        return hashlib.md5(path.read_bytes()).hexdigest()
+    names = sorted((file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file())
+    listing = [{"md5": _md5(file), "relpath": name} for name, file in names]
+    return hashlib.md5(json.dumps(listing, sort_keys=True).encode()).hexdigest() + ".dir"
 
 
 def _far(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[str]:
