@@ -31,14 +31,9 @@ def shell(*command: str, cwd: Path) -> str:
 def clone_of(folder: Path, profile: str) -> Path:
     """A clone in `folder` of the working tree, changes and all, with `profile` in params.yaml."""
     shell("git", "clone", "--quiet", str(ROOT), str(folder), cwd=ROOT)
-    changed = subprocess.run(
-        ["git", "ls-files", "--modified", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for name in changed.stdout.splitlines():
+    names = shell("git", "diff", "--name-only", "--no-renames", "HEAD", cwd=ROOT)  # staged or not
+    names += shell("git", "ls-files", "--others", "--exclude-standard", cwd=ROOT)
+    for name in names.splitlines():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).unlink(missing_ok=True)
         if (ROOT / name).exists():

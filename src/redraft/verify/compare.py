@@ -73,9 +73,11 @@ def _compared(
 
 def _unlike_lock(file: Path, path: str, locked: str) -> str:
     """What is wrong with a committed output that git keeps; its hash in `dvc.lock` is that of the run which made it."""
-    if file.exists():
-        return "" if _md5(file) == locked else "edited after the run: dvc.lock has another hash"
-    return "" if path.startswith("artifacts/") else "in dvc.lock, but not committed"
+    if path.startswith("artifacts/"):
+        return ""
+    if not file.exists():
+        return "in dvc.lock, but not committed"
+    return "" if _md5(file) == locked else "edited after the run: dvc.lock has another hash"
 
 
 def _md5(path: Path) -> str:
