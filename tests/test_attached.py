@@ -17,6 +17,7 @@ from redraft.cli.command import main
 from redraft.drafter.checkpoint import weights_sha256
 from redraft.frame import attachments, load, mlflow_runs
 from redraft.frame.attachments import MOST_BYTES, without_secrets
+from redraft.frame.errors import RedraftError
 from redraft.frame.journal import journals
 from redraft.frame.mlflow_client import tracking_uri
 from redraft.frame.params import load_config
@@ -134,6 +135,20 @@ def test_files_are_no_reason_to_fail(workspace: Path, monkeypatch: pytest.Monkey
         tracked.publish({"x": 1}, {}, {}, {"summary/ratio": 1.0}, {"verdict": "ship"})
     assert parent().data.metrics["summary/ratio"] == 1.0
     assert tracked.refused == {"report.md": "no bucket"}
+
+
+def test_the_log_of_a_server_that_died_is_there_and_nothing_of_another_run(workspace: Path, tmp_path: Path) -> None:
+    write("artifacts/samples.txt", "of another run")
+
+    def probe(_: object) -> Result:
+        write(".store/serve/7.log", "--api-key sk-abc123456\nCUDA out of memory")
+        raise RedraftError("The server ended.")
+
+    with pytest.raises(SystemExit):
+        run("probe", probe)
+    found = parent()
+    assert (found.info.status, artifacts(found.info.run_id)) == ("FAILED", {"logs/probe/7.log"})
+    assert text_of(found.info.run_id, "logs/probe/7.log", tmp_path) == "--api-key ***\nCUDA out of memory"
 
 
 def test_load_of_the_machine_is_sampled_and_its_thread_ends(

@@ -24,9 +24,9 @@ from redraft.cli import main
 from redraft.frame import mlflow_runs
 from redraft.frame.journal import Journal, journals
 from redraft.frame.mlflow_client import client, is_away, tracking_uri
-from redraft.frame.mlflow_names import figures, flat, shortened, valid_name
+from redraft.frame.mlflow_names import figures, shortened, valid_name
 from redraft.frame.mlflow_runs import send
-from redraft.frame.params import load_config
+from redraft.frame.params import flatten, load_config
 from redraft.frame.stage import Result, log, run
 from redraft.frame.track import stage_run
 
@@ -87,7 +87,7 @@ def test_every_number_is_a_figure(values: dict[str, Any]) -> None:
 def test_figures_have_the_names_one_expects() -> None:
     values = {"a": {"b": 1, "c": [0.5, 0.2]}, "d.e": True, "none": None, "text": "7"}
     assert figures(values) == {"a.b": 1, "a.c.0": 0.5, "a.c.1": 0.2, "d.e": True}
-    assert flat({"flags": {"tp-size": 8, "ids": [1, 2]}}) == {"flags.tp-size": 8, "flags.ids": [1, 2]}
+    assert flatten({"flags": {"tp-size": 8, "ids": [1, 2]}}) == {"flags.tp-size": 8, "flags.ids": [1, 2]}
 
 
 def test_long_values_stay_distinct() -> None:

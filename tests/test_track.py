@@ -1,4 +1,4 @@
-"""MLflow as it is filled while stages run: names, figures, parents, curves; it only watches (cases C29, C31, C48)."""
+"""MLflow as it is filled while stages run: names, figures, parents, curves; it only watches (cases C29 to C31, C48)."""
 
 import json
 import os
@@ -245,6 +245,17 @@ def test_a_mended_run_does_not_continue_the_curve_of_the_broken_one(workspace: P
     assert len(parents()) == 1
 
 
+def test_another_learning_rate_is_another_run(workspace: Path) -> None:
+    """C30: MLflow refuses a param that changes, and would end the run that was killed as FAILED."""
+    knob(workspace, lr=1e-4)
+    killed_training(BROKEN)
+    knob(workspace, lr=2e-4)
+    killed_training(MENDED, end=False)
+    told = [(child.data.params["lr"], child.info.status, history(child, "train/loss")) for child in children("train")]
+    assert told == [("0.0001", "KILLED", BROKEN), ("0.0002", "FINISHED", MENDED)]
+    assert [found.info.status for found in parents()] == ["KILLED", "RUNNING"]
+
+
 def test_a_torn_line_stops_nothing(workspace: Path) -> None:
     killed_training([(1.0, 3.0)])
     (path,) = journals()
@@ -278,6 +289,39 @@ def test_a_foreign_run_id_does_not_take_the_stage_in(workspace: Path, monkeypatc
     monkeypatch.setenv("MLFLOW_RUN_ID", "0" * 32)
     stage("vocab")
     assert [found.info.status for found in children("vocab")] == ["FINISHED"]
+
+
+def test_two_processes_are_one_run(workspace: Path) -> None:
+    """C31: real ranks of torchrun, under a run id that is not theirs."""
+    (workspace / "ranks.py").write_text(
+        "import os; from pathlib import Path; from redraft.frame.stage import Result, run\n"
+        "run('train', lambda _: Path(os.environ['RANK']).touch() or Result({'slots': 5}), lambda _: (2, 'torchrun'))"
+    )
+    env = {**os.environ, "MLFLOW_RUN_ID": "0" * 32}
+    subprocess.run([sys.executable, "ranks.py"], env=env, capture_output=True, text=True, check=True)
+    assert Path("0").is_file()
+    assert Path("1").is_file()
+    assert len(journals()) == len(parents()) == len(children("train")) == 1
+    assert len(runs()) == 2
+    assert children("train")[0].data.metrics["train/slots"] == 5
+
+
+@pytest.mark.parametrize("uri", ["./mlruns", "file:///{workspace}/mlruns"])
+def test_a_folder_for_runs_is_refused_with_the_ways_out(
+    uri: str, workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """C29: the stage goes on, and what MLflow did not take goes to a database later."""
+    with monkeypatch.context() as folder:
+        folder.setenv("MLFLOW_TRACKING_URI", uri.format(workspace=workspace))
+        stage("vocab")
+    told = capsys.readouterr().err
+    assert told.count("warning: ") == 1
+    assert "sqlite:///mlflow.db" in told
+    assert "mlflow migrate-filestore" in told
+    assert "redraft publish" in told
+    assert not (workspace / "mlruns").exists()
+    assert mlflow_runs.send(journals()[0]) > 0
+    assert children("vocab")[0].data.metrics["vocab/slots"] == 5
 
 
 def test_a_missing_server_costs_one_warning(

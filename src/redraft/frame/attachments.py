@@ -31,15 +31,17 @@ _SECRET = re.compile(
 _WITHIN_URL = re.compile(r"//[^/@\s:]+:[^/@\s]+@")
 
 
-def attach(stage: str, folder: Path, since: float) -> list[dict[str, str]]:
+def attach(stage: str, folder: Path, since: float, *, failed: bool = False) -> list[dict[str, str]]:
     """Copy what a stage wrote into `folder`; a line of the journal for each: `file` there, `to` in the artifacts.
 
     Args:
         stage: its name.
         folder: of this run.
         since: when it began, seconds since 1970: older logs are of another run.
+        failed: the logs alone, since what else lies there may be of another run.
     """
-    found = [(path, to) for pattern, to in FILES.get(stage, ()) for path in sorted(Path().glob(pattern))]
+    wanted = () if failed else FILES.get(stage, ())
+    found = [(path, to) for pattern, to in wanted for path in sorted(Path().glob(pattern))]
     if stage in SERVED:
         logs = sorted((home() / "serve").glob("*.log"))
         found += [(path, f"logs/{stage}") for path in logs if path.stat().st_mtime >= since]

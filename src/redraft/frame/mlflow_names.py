@@ -1,11 +1,10 @@
 """Figures under the names by which MLflow takes them: valid, and two different ones never become one."""
 
 import hashlib
-import json
 import re
-from collections import Counter
-from collections.abc import Iterator
 from typing import Any
+
+from redraft.frame.params import flatten
 
 LONGEST_NAME = 250
 LONGEST_PARAM = 6000
@@ -41,36 +40,6 @@ def _marked(text: str, whole: str, limit: int) -> str:
     return f"{text[: limit - 9]}-{digest}"
 
 
-def flat(values: dict[str, Any], *, lists: bool = False) -> dict[str, Any]:
-    """The leaves of nested dictionaries, and of `lists` by index, under dotted names.
-
-    Where a key's own dots would make two names one, that key is put into quotes.
-    """
-    leaves = dict(_leaves(values, (), lists))
-    plain = {path: ".".join(_quoted(part, '"') for part in path) for path in leaves}
-    times = Counter(plain.values())
-    return {
-        name if times[name] == 1 else ".".join(_quoted(part, '".') for part in path): leaves[path]
-        for path, name in plain.items()
-    }
-
-
 def figures(values: dict[str, Any]) -> dict[str, float]:
     """Every number in nested dictionaries and lists; true is 1. Text and what is undefined (null) are no figures."""
-    return {name: value for name, value in flat(values, lists=True).items() if isinstance(value, int | float)}
-
-
-def _quoted(part: str, special: str) -> str:
-    return json.dumps(part, ensure_ascii=False) if set(special) & set(part) else part
-
-
-def _leaves(value: object, path: tuple[str, ...], lists: bool) -> Iterator[tuple[tuple[str, ...], object]]:
-    if isinstance(value, dict):
-        inner = [(str(key), each) for key, each in value.items()]
-    elif lists and isinstance(value, list | tuple):
-        inner = [(str(index), each) for index, each in enumerate(value)]
-    else:
-        yield path, value
-        return
-    for key, each in inner:
-        yield from _leaves(each, (*path, key), lists)
+    return {name: value for name, value in flatten(values, lists=True).items() if isinstance(value, int | float)}

@@ -1,5 +1,8 @@
 """`params.yaml`, the knobs people turn, together with the profile that it names; and nothing else reads them."""
 
+import json
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,12 +59,34 @@ class Config(Section):
         return FitParams(**knobs, **sized)
 
 
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries to dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+def flatten(values: dict[str, Any], *, lists: bool = False) -> dict[str, Any]:
+    """The leaves of nested dictionaries, and of `lists` by index, under dotted names.
+
+    Where a key's own dots would make two names one, that key is put into quotes.
+    """
+    leaves = dict(_leaves(values, (), lists))
+    plain = {path: ".".join(_quoted(part, '"') for part in path) for path in leaves}
+    times = Counter(plain.values())
+    return {
+        name if times[name] == 1 else ".".join(_quoted(part, '".') for part in path): leaves[path]
+        for path, name in plain.items()
+    }
+
+
+def _quoted(part: str, special: str) -> str:
+    return json.dumps(part, ensure_ascii=False) if set(special) & set(part) else part
+
+
+def _leaves(value: object, path: tuple[str, ...], lists: bool) -> Iterator[tuple[tuple[str, ...], object]]:
+    if isinstance(value, dict):
+        inner = [(str(key), each) for key, each in value.items()]
+    elif lists and isinstance(value, list | tuple):
+        inner = [(str(index), each) for index, each in enumerate(value)]
+    else:
+        yield path, value
+        return
+    for key, each in inner:
+        yield from _leaves(each, (*path, key), lists)
 
 
 def load_config(root: Path | str = ".", profile: str | None = None) -> Config:

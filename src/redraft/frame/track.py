@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from redraft.frame.journal import FAILED, FINISHED, KILLED, NOT_DECISIVE, Journa
 from redraft.frame.launch import is_main
 from redraft.frame.load import sampled
 from redraft.frame.mlflow_client import Refused, address, reason
-from redraft.frame.mlflow_names import figures, flat
+from redraft.frame.mlflow_names import figures
 from redraft.frame.mlflow_runs import send
-from redraft.frame.params import Config
+from redraft.frame.params import Config, flatten
 from redraft.frame.store import files_fingerprint
 
 SEND_SECONDS = 30.0
@@ -85,11 +85,12 @@ class StageRun:
 
     def __init__(self, name: str, config: Config) -> None:
         self.name, self.warned, self.next, self.began = name, False, 0.0, time.time()
+        self.attached = False
         self.refused: Refused = {}
         self.journal: Journal | None = None
         if is_main():
-            params = flat(config.params.model_dump(mode="json"))
-            params |= flat({"profile": config.profile.model_dump(mode="json")})
+            params = flatten(config.params.model_dump(mode="json"))
+            params |= flatten({"profile": config.profile.model_dump(mode="json")})
             header = {"stage": name, "key": pipeline_key(params), "params": params, "tags": _tags(params["profile"])}
             self.profile = params["profile"]
             self.journal = Journal.start({**header, "fingerprint": decisive_files()})
@@ -122,16 +123,23 @@ class StageRun:
         numbers = figures({**metrics, "timing": timing})
         self.journal.write({"numbers": {f"{self.name}/{key}": value for key, value in numbers.items()}})
         self.journal.write({"headline": {key: float(value) for key, value in headline.items()}, "tags": {**tags}})
-        for line in attach(self.name, self.journal.path.with_suffix(""), self.began):
-            self.journal.write(line)
+        self._attach()
         if self.name == "train":
             self.journal.write({"inputs": inputs(self.profile)})
+
+    def _attach(self, failed: bool = False) -> None:
+        self.attached = True
+        for line in attach(self.name, self.journal.path.with_suffix(""), self.began, failed=failed):  # type: ignore[union-attr]
+            self.journal.write(line)  # type: ignore[union-attr]
 
     def end(self, status: str, error: str = "") -> None:
         """Close the journal and send what is left; `error` is the reason of a failure."""
         if not self.journal:
             return
         try:
+            if not self.attached:
+                with suppress(OSError):  # the reason of the failure is told, not one of its log's
+                    self._attach(failed=True)
             self.journal.write({"status": status, **({"error": error} if error else {})})
             if not self._send(LAST_PATIENCE):
                 time.sleep(1)
