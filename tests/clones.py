@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
@@ -20,6 +22,19 @@ def environment(cwd: Path) -> dict[str, str]:
 def run_in(cwd: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Run a command with the clone's own code."""
     return subprocess.run(command, cwd=cwd, env=environment(cwd), capture_output=True, text=True, check=False)
+
+
+def answers_to_signals() -> None:
+    """For `preexec_fn`: the child can be signalled, though a script in whose background we run has signals ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def started(cwd: Path, *command: str, **how: Any) -> subprocess.Popen[str]:
+    """A command that runs beside us, in a session of its own, with the clone's own code; `how` as of Popen."""
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": environment(cwd)} | how
+    return subprocess.Popen(command, cwd=cwd, text=True, start_new_session=True, preexec_fn=answers_to_signals, **how)
 
 
 def shell(*command: str, cwd: Path) -> str:

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -53,13 +52,6 @@ SHAPE = {
     "eos_token_id": 0,
     "tie_word_embeddings": False,
 }
-
-
-def answers_to_signals() -> None:
-    """For `preexec_fn`: the child can be signalled, though a script in whose background we run has signals ignored."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def llama(**changes: object) -> LlamaForCausalLM:

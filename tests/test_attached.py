@@ -18,7 +18,6 @@ from redraft.drafter.checkpoint import weights_sha256
 from redraft.frame import attachments, load, mlflow_runs
 from redraft.frame.attachments import MOST_BYTES, without_secrets
 from redraft.frame.errors import RedraftError
-from redraft.frame.journal import journals
 from redraft.frame.mlflow_client import tracking_uri
 from redraft.frame.params import load_config
 from redraft.frame.stage import Result, run
@@ -106,21 +105,38 @@ def test_the_corpora_are_inputs_with_the_hashes_that_dvc_has(workspace: Path) ->
     assert told == {"smollm-train": ("train" * 4, "training"), "smollm-heldout": ("heldout" * 4, "evaluation")}
 
 
-def test_a_file_that_changed_is_replaced_and_one_of_a_missing_server_comes_later(
-    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_stage_that_ran_again_replaces_its_files(workspace: Path, tmp_path: Path) -> None:
+    for text in ("first", "second"):
+        write("artifacts/samples.txt", text)
+        with pytest.raises(SystemExit):  # a refusal comes after the figures and files, and the run goes on
+            run("probe", lambda _: Result({"accept_length": 1.0}, refused=RedraftError("Too low.")))
+    assert text_of(parent().info.run_id, "samples.txt", tmp_path) == "second"
+
+
+def test_files_of_a_missing_server_come_later_as_the_run_wrote_them(
+    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is sent later is what the run wrote, not what lies there by then."""
     with monkeypatch.context() as away:
         away.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
         trained(workspace)
     write("report.md", "of a later run")
-    monkeypatch.setattr("sys.argv", ["redraft", "publish"])
-    main()
+    main_with(["redraft", "publish"])
     assert text_of(parent().info.run_id, "report.md", tmp_path) == "# page"
-    run("report", lambda _: Result())
-    assert len(journals()) == 4
-    newest = max(MlflowClient(tracking_uri()).search_runs(["1"]), key=lambda each: each.info.start_time)
-    assert newest.info.status == "FINISHED"
+
+
+@pytest.mark.parametrize("lock", ["", "<<<<<<< HEAD\n", "stages: {}", "stages: 3", None])
+def test_a_lock_that_tells_no_corpus_costs_no_training(lock: str | None, workspace: Path) -> None:
+    if lock is not None:
+        write("dvc.lock", lock)
+    run("train", lambda _: Result({"tokens": 5}))
+    assert (parent().info.status, parent().inputs.dataset_inputs) == ("RUNNING", [])
+
+
+def test_files_that_cannot_be_read_cost_no_stage(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("report.md").mkdir()
+    run("report", lambda _: Result(headline={"summary/ratio": 1.0}))
+    assert parent().info.status == "FINISHED"
+    assert "files: [Errno 21] Is a directory" in capsys.readouterr().err
 
 
 def test_files_are_no_reason_to_fail(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

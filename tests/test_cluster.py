@@ -3,15 +3,14 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from clones import copy_of, environment, metrics, shell
-from conftest import ROOT, answers_to_signals
+from clones import copy_of, environment, metrics, shell, started
+from conftest import ROOT
 from dvc.utils.hydra import apply_overrides
 
 from redraft.frame.process import free_port
@@ -28,16 +27,7 @@ def clone(finished_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_the_script_tells_the_training_waits_for_it_and_the_next_job_goes_on(clone: Path) -> None:
     (script,) = [block for block in BLOCKS if "#SBATCH" in block]
     apply_overrides(clone / "params.yaml", ["epochs=40"])
-    job = subprocess.Popen(
-        ["bash", "-c", script.replace("dvc repro", "dvc repro train")],
-        cwd=clone,
-        env=environment(clone),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        preexec_fn=answers_to_signals,
-    )
+    job = started(clone, "bash", "-c", script.replace("dvc repro", "dvc repro train"))
     state = clone / ".store/train"
     try:
         for _ in range(900):
@@ -68,12 +58,7 @@ def test_two_launchers_train_together(clone: Path) -> None:
         "torchrun", f"{sys.executable} -m torch.distributed.run"
     )
     env = environment(clone) | {"HEAD": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    nodes = [
-        subprocess.Popen(
-            ["bash", "-c", command], cwd=clone, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for _ in range(2)
-    ]
+    nodes = [started(clone, "bash", "-c", command, env=env) for _ in range(2)]
     printed = [node.communicate(timeout=300)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(printed)[-3000:]
     after = metrics(clone, "train")

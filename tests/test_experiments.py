@@ -10,14 +10,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from clones import copy_of, environment, metrics, ran, run_in, shell
-from conftest import ROOT, answers_to_signals
+from clones import copy_of, metrics, ran, run_in, shell, started
+from conftest import ROOT
 
 from redraft.verify.compare import compare
 
@@ -125,15 +124,7 @@ def test_a_killed_training_goes_on(clone: Path) -> None:
     """C26: DVC removes the outputs of a stage before it runs again; the state of the training lies elsewhere."""
     change(clone, "epochs=30")
     command = ["dvc", "repro", "train"]
-    process = subprocess.Popen(
-        command,
-        cwd=clone,
-        env=environment(clone),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=answers_to_signals,
-    )
+    process = started(clone, *command, stdout=subprocess.DEVNULL)
     try:
         for _ in range(600):
             if list((clone / ".store/train").rglob("progress.json")) or process.poll() is not None:
@@ -200,15 +191,7 @@ def test_verify_runs_head_anew_and_compares(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_verify_that_is_stopped_leaves_nothing(clone: Path, temporary: Path, number: signal.Signals) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "redraft.cli", "verify"],
-        cwd=clone,
-        env=environment(clone),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=answers_to_signals,
-    )
+    process = started(clone, "redraft", "verify", stdout=subprocess.DEVNULL)
     try:
         for _ in range(600):
             stage = [each for each in inside(temporary) if "stages/target.py" in each.info["cmdline"]]
@@ -245,6 +228,10 @@ def test_what_is_not_as_committed_is_found(clone: Path, tmp_path: Path) -> None:
     assert all("edited after the run" in how for how in told_of.values())
     restore(tampered)
     (tampered / "report/more.png").unlink()
+    lock, text = tampered / "dvc.lock", (tampered / "dvc.lock").read_text()
+    lock.write_text(re.sub(r"^  probe:\n(    .*\n)*", "", text, flags=re.M))
+    assert {(each.stage, each.path) for each in compare(tampered, clone) if each.failed} == {("probe", "dvc.lock")}
+    lock.write_text(text)
     edit(tampered, "metrics/train.json", "0.6")
     (told,) = [each for each in compare(tampered, clone) if each.failed]
     assert told.path == "metrics/train.json"

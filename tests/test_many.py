@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import answers_to_signals, write_states
+from clones import answers_to_signals
+from conftest import write_states
 from test_train import FIT
 
 from redraft.hidden.rows import HiddenStates

@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from clones import copy_of, run_in, shell
+from clones import copy_of, run_in, shell, started
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -323,11 +322,7 @@ def test_a_race_on_tiny_agrees_with_a_separate_run(finished_tiny: Path, tmp_path
 
 def _interrupted(clone: Path, command: Sequence[str]) -> str:
     """Start a race and stop it once a contender has finished; that one's name without its budget."""
-    from conftest import answers_to_signals
-
-    process = subprocess.Popen(
-        command, cwd=clone, stdout=subprocess.PIPE, text=True, env=_environment(clone), preexec_fn=answers_to_signals
-    )
+    process = started(clone, *command)
     assert process.stdout
     for line in process.stdout:
         if found := re.match(r"(race-\S+)-30: accept length", line):
@@ -336,11 +331,6 @@ def _interrupted(clone: Path, command: Sequence[str]) -> str:
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     return found[1]
-
-
-def _environment(clone: Path) -> dict[str, str]:
-    text = run_in(clone, "env").stdout
-    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
 
 
 def _runs_in(process: psutil.Process, clone: Path) -> bool:

@@ -20,7 +20,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import requests
-from conftest import ROOT, answers_to_signals
+from clones import answers_to_signals
+from conftest import ROOT
 from test_turns import END, Row, asking, chats, made, reply, rows_of, talking, user, write
 
 from redraft.cli import main

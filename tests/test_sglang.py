@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import answers_to_signals
+from clones import answers_to_signals
 from hypothesis import given
 from hypothesis import strategies as st
 

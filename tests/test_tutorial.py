@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from clones import clone_of, commit_all, environment, ran, shell
-from conftest import ROOT, answers_to_signals
+from clones import clone_of, commit_all, environment, ran, shell, started
+from conftest import ROOT
 from typed import commands_of
 
 from redraft.frame.process import free_port
@@ -39,16 +39,8 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str,
     script = "\n".join(f"echo {shlex.quote(f'$ {line}')}\n{line}" for line in lines)
     port, began = free_port(), time.monotonic()
     with (folder.parent / "printed.txt").open("w+") as out:
-        shown = subprocess.Popen(
-            ["bash", "-eo", "pipefail", "-c", script],
-            cwd=folder,
-            env=environment(folder) | {"UI_PORT": str(port)},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=answers_to_signals,
-        )
+        env = environment(folder) | {"UI_PORT": str(port)}
+        shown = started(folder, "bash", "-eo", "pipefail", "-c", script, env=env, stdout=out, stdin=subprocess.DEVNULL)
         try:
             code = shown.wait(800)
             out.seek(0)

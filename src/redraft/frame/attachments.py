@@ -55,10 +55,12 @@ def attach(stage: str, folder: Path, since: float, *, failed: bool = False) -> l
 
 
 def inputs(profile: str) -> list[dict[str, str]]:
-    """The corpora that a training reads: name, digest, file and what for, by `dvc.lock`; none without it."""
-    lock = Path("dvc.lock")
-    stages = (yaml.safe_load(lock.read_text()) or {}).get("stages", {}) if lock.is_file() else {}
-    outs = {out["path"]: out.get("md5") for out in stages.get("corpus", {}).get("outs", [])}
+    """The corpora that a training reads: name, digest, file and what for, by `dvc.lock`; none where it tells none."""
+    try:
+        told = yaml.safe_load(Path("dvc.lock").read_text())["stages"]["corpus"]["outs"]
+        outs = {out["path"]: out.get("md5") for out in told}
+    except (OSError, yaml.YAMLError, KeyError, TypeError):  # not there, or in the middle of a merge
+        return []
     files = {split: f"artifacts/corpus/{split}.safetensors" for split in CORPORA}
     return [
         {"name": f"{profile}-{split}", "digest": outs[path], "source": path, "context": CORPORA[split]}

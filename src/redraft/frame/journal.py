@@ -1,9 +1,9 @@
 """The record of a stage's run, one JSON line at a time in `.store/journal/`: what MLflow is told, and told again.
 
-First line: stage, key and id of the pipeline run, params, tags, fingerprint, time. Then curve rows, numbers and
-headline figures as they come, and at last a status. MLflow is filled from it, so nothing is lost when a tracking server
-is missing: `redraft publish` sends it. A journal is found by its first line and its last; what lies between is read
-only to be sent.
+First line: stage, key and id of the pipeline run, params, tags, fingerprint, time. Then curve rows, numbers, headline
+figures, inputs and files (copies in a folder beside it) as they come, and at last a status. MLflow is filled from it:
+nothing is lost when a tracking server is missing, `redraft publish` sends it. A journal is found by its first line and
+its last; what lies between is read only to be sent.
 """
 
 import json

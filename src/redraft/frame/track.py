@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +123,17 @@ class StageRun:
         numbers = figures({**metrics, "timing": timing})
         self.journal.write({"numbers": {f"{self.name}/{key}": value for key, value in numbers.items()}})
         self.journal.write({"headline": {key: float(value) for key, value in headline.items()}, "tags": {**tags}})
-        self._attach()
+        self._attach(self.journal)
         if self.name == "train":
             self.journal.write({"inputs": inputs(self.profile)})
 
-    def _attach(self, failed: bool = False) -> None:
+    def _attach(self, journal: Journal, *, failed: bool = False) -> None:
         self.attached = True
-        for line in attach(self.name, self.journal.path.with_suffix(""), self.began, failed=failed):  # type: ignore[union-attr]
-            self.journal.write(line)  # type: ignore[union-attr]
+        try:
+            for line in attach(self.name, journal.path.with_suffix(""), self.began, failed=failed):
+                journal.write(line)
+        except OSError as error:  # a full disk, a file of another user: the figures are there
+            self.refused["files"] = reason(error)
 
     def end(self, status: str, error: str = "") -> None:
         """Close the journal and send what is left; `error` is the reason of a failure."""
@@ -138,8 +141,7 @@ class StageRun:
             return
         try:
             if not self.attached:
-                with suppress(OSError):  # the reason of the failure is told, not one of its log's
-                    self._attach(failed=True)
+                self._attach(self.journal, failed=True)
             self.journal.write({"status": status, **({"error": error} if error else {})})
             if not self._send(LAST_PATIENCE):
                 time.sleep(1)

@@ -133,13 +133,13 @@ def _basis(levels: Metrics) -> Basis | None:
 def _model(bench: Metrics, basis: Basis) -> str:
     row, steps = basis.row, basis.row["steps"]
     own = steps * head_cost(bench["head_ms"], bench["slots"])
+    heads = "its head" if steps == 1 else f"its {steps} heads"
     return (
         f"Predicted for vocabularies by the same rule, from the arm “{row['label']}” at concurrency {basis.level}. A "
         f"draft whose id has a slot and is seen in training is taken to be right as often as measured, so that the "
-        f"chance of each next draft goes with the share of such tokens; a cycle of {steps} drafted changes by {steps} "
-        f"times the difference of the heads. At {bench['slots']:,} slots they take {own:.2f} ms of a cycle of "
-        f"{row['cycle_ms']:.1f} ms ({own / row['cycle_ms']:.1%}). The knee is the smallest N within {NEAR:.0%} of the "
-        f"fastest."
+        f"chance of each next draft goes with the share of such tokens; a cycle changes by as much as the time of "
+        f"{heads}: at {bench['slots']:,} slots {own:.2f} ms of {row['cycle_ms']:.1f} ms ({own / row['cycle_ms']:.1%}). "
+        f"The knee is the smallest N within {NEAR:.0%} of the fastest."
     )
 
 

@@ -41,7 +41,10 @@ def compare(committed: Path, again: Path, until: str | None = None) -> list[Comp
     """
     one, two = (yaml.safe_load((folder / "dvc.lock").read_text())["stages"] for folder in (committed, again))
     same_machine = _hash(one, "machine", "artifacts/machine.json") == _hash(two, "machine", "artifacts/machine.json")
-    found = []
+    stages = yaml.safe_load((committed / "dvc.yaml").read_text())["stages"]
+    found = [
+        Compared("dvc.lock", stage, "lacks this stage: it never ran", True) for stage in stages if stage not in one
+    ]
     for stage in one:
         outs = {out["path"]: out["md5"] for out in two.get(stage, {}).get("outs", [])}
         for out in one[stage]["outs"]:
@@ -91,8 +94,8 @@ def _md5(path: Path) -> str:
 
 def _far(one: Mapping[str, Any], two: Mapping[str, Any]) -> Iterator[str]:
     """Figures that are further apart than another machine explains."""
-    first, second = flatten(dict(one)), flatten(dict(two))
-    for name in first.keys() | second.keys():
+    first, second = flatten(dict(one), lists=True), flatten(dict(two), lists=True)
+    for name in sorted(first.keys() | second.keys()):
         before, now = first.get(name), second.get(name)
         if isinstance(before, int | float) and isinstance(now, int | float):
             if not math.isclose(before, now, rel_tol=RELATIVE, abs_tol=ABSOLUTE):
